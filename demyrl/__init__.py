@@ -1,0 +1,1 @@
+"""demyrl: agentic reinforcement learning in JAX. Start reading at `demyrl/train.py`."""
