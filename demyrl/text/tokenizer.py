@@ -1,0 +1,230 @@
+"""Text to tokens and back, for any Hugging Face directory with a fast tokenizer.
+
+Reads tokenizer.json, tokenizer_config.json and the chat template itself, because importing
+transformers costs seconds and every command would pay them. What belongs between the turns of a
+conversation is the subject of `chat.py`.
+"""
+
+import datetime
+import importlib.resources
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+BUILTIN = "builtin:"
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def load_tokenizer(path: str) -> "Tokenizer":
+    """The tokenizer of a directory, or the one that ships with demyrl: "builtin:tiny".
+
+    Raises FileNotFoundError or ValueError that name what is missing or unreadable.
+    """
+    folder = _folder(path)
+    config = _read_json(folder / "tokenizer_config.json")
+    return Tokenizer(_fast_tokenizer(folder / "tokenizer.json"), config, _template(folder, config))
+
+
+class Tokenizer:
+    """A byte-level tokenizer with its chat template.
+
+    Text from users and tools goes through `encode`, which never makes a control token, so that it
+    cannot end a turn or fake a call. Only templates go through `encode_markup`.
+    """
+
+    def __init__(self, fast: tokenizers.Tokenizer, config: dict[str, Any], template: str):
+        added = fast.get_added_tokens_decoder()
+        self._fast = fast
+        self._plain = _without_added_tokens(fast)
+        self._markup = {token.content: id for id, token in added.items()}
+        self._tags = _any_of([t.content for t in added.values() if not t.special])
+        named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
+        self._names = {name: token for name, token in named.items() if token is not None}
+        self._template = _compile(template)
+        self.markup_pattern = _any_of(list(self._markup))
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self.end_tokens: tuple[int, ...] = _end_tokens(fast, self._names.get("eos_token"))
+        pad = self._names.get("pad_token", END_OF_TURN[-1])
+        self.pad: int = self._markup.get(pad, self.end_tokens[-1])
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of text nobody vouches for: what looks like a control token is spelled out."""
+        return self._plain.encode(_valid(text), add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, faster."""
+        batch = self._plain.encode_batch_fast(list(map(_valid, texts)), add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Tokens of what a template wrote: every control token in it is recognised."""
+        return self._fast.encode(_valid(text), add_special_tokens=False).ids
+
+    def encode_written(self, text: str) -> list[int]:
+        """Tokens of what an assistant wrote: tags such as <think> are recognised, the tokens
+        that delimit turns are not."""
+        tokens: list[int] = []
+        for index, piece in enumerate(self._tags.split(text)):
+            tokens += [self._markup[piece]] if index % 2 else self.encode(piece) if piece else []
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, control tokens included; bytes that are no UTF-8 become U+FFFD."""
+        return self._fast.decode(list(tokens), skip_special_tokens=False)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The chat template's text; raises ValueError where the template refuses."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(str(each.get("role")) for each in messages)
+            raise ValueError(f"the chat template refuses messages of {roles}: {error}") from error
+
+
+def _folder(path: str) -> pathlib.Path:
+    if not path.startswith(BUILTIN):
+        folder = pathlib.Path(path).expanduser()
+        if folder.is_dir():
+            return folder
+        raise FileNotFoundError(
+            f"tokenizer {path!r} is not a directory. Give a folder that holds tokenizer.json and "
+            f"tokenizer_config.json, or '{BUILTIN}tiny'."
+        )
+    assets = pathlib.Path(str(importlib.resources.files("demyrl"))) / "assets"
+    known = {BUILTIN + each.name: each for each in assets.iterdir() if each.is_dir()}
+    if path in known:
+        return known[path]
+    raise FileNotFoundError(f"tokenizer {path!r} is not built in; there is {', '.join(known)}.")
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file} is missing; a tokenizer folder needs it.") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}). Fetch the tokenizer again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def _fast_tokenizer(file: pathlib.Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing. Only fast tokenizers are supported: save this one with "
+            "transformers' save_pretrained first."
+        )
+    try:
+        fast = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{file} cannot be read as a tokenizer ({error}).") from error
+    for token in fast.get_added_tokens_decoder().values():
+        if token.lstrip or token.rstrip or token.single_word:
+            raise ValueError(
+                f"{file}: added token {token.content!r} swallows the text around it (lstrip, "
+                "rstrip or single_word), so turns could not be joined token by token."
+            )
+    return fast
+
+
+def _template(folder: pathlib.Path, config: dict[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    if isinstance(template, str):
+        return template
+    raise ValueError(
+        f"{folder} has no chat template: neither chat_template.jinja nor a chat_template in "
+        "tokenizer_config.json. Use the tokenizer of an instruct model."
+    )
+
+
+def _without_added_tokens(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same vocabulary (shared, not copied) that recognises no added token."""
+    plain = tokenizers.Tokenizer(fast.model)
+    if fast.normalizer is not None:
+        plain.normalizer = fast.normalizer
+    plain.pre_tokenizer = fast.pre_tokenizer
+    plain.decoder = fast.decoder
+    return plain
+
+
+def _any_of(literals: list[str]) -> re.Pattern[str]:
+    """Matches any of the literals, the longest first, in a group; nothing when there are none."""
+    longest_first = sorted(literals, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or r"(?!)") + ")")
+
+
+def _end_tokens(fast: tokenizers.Tokenizer, eos: str | None) -> tuple[int, ...]:
+    ids = [fast.token_to_id(token) for token in (*END_OF_TURN, *([eos] if eos else []))]
+    known = tuple(dict.fromkeys(id for id in ids if id is not None))
+    if not known:
+        raise ValueError(
+            f"the tokenizer has none of {', '.join(END_OF_TURN)} and no eos_token, so no turn "
+            "could ever end. Use a tokenizer of the Qwen family."
+        )
+    return known
+
+
+def _valid(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _content(token: Any) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _compile(template: str) -> jinja2.Template:
+    """The template in the environment that transformers gives it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template has an error in line {error.lineno}: {error}.") from (
+            error
+        )
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

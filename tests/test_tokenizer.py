@@ -1,0 +1,215 @@
+"""Text to tokens and back, with the tiny tokenizer and, where they are at hand, Qwen's."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from demyrl.text.tokenizer import load_tokenizer
+from experiments.make_tiny_tokenizer import ASSETS, train
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "shared" / "fixtures"
+TINY = load_tokenizer("builtin:tiny")
+TOOLS = [{"type": "function", "function": {"name": "run", "description": "é <b>'x'</b>"}}]
+MESSAGES = [
+    {"role": "user", "content": "What is 12*34?"},
+    {
+        "role": "assistant",
+        "content": "<think>\nCompute.\n</think>",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "run", "arguments": {"c": "é\n<", "x": None}}}
+        ],
+    },
+    {"role": "tool", "content": "408"},
+    {"role": "tool", "content": "409"},
+    {"role": "assistant", "content": "\\boxed{408}"},
+    {"role": "user", "content": "Sure?"},
+]
+
+
+@pytest.fixture(scope="module", params=["tiny", "qwen2.5-tokenizer", "qwen3-tokenizer"])
+def folder(request) -> pathlib.Path:
+    if request.param == "tiny":
+        return ASSETS
+    if not (FIXTURES / request.param).is_dir():
+        pytest.skip(f"{request.param} does not ship with demyrl and is not in {FIXTURES}")
+    return FIXTURES / request.param
+
+
+@pytest.fixture(scope="module")
+def both(folder):
+    transformers = pytest.importorskip("transformers")
+    return load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for file in ASSETS.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def spelled(text: str) -> list[str]:
+    return [TINY.decode([token]) for token in TINY.encode(text)]
+
+
+def test_templates_render_as_transformers_renders_them(both):
+    ours, theirs = both
+    for messages in (MESSAGES, [{"role": "system", "content": "Be brief."}, *MESSAGES]):
+        for tools in (None, TOOLS):
+            expected = theirs.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            assert ours.render(messages, tools, True) == expected
+
+
+def test_markup_is_encoded_as_transformers_encodes_it(both):
+    ours, theirs = both
+    text = ours.render(MESSAGES, TOOLS, True)
+    assert ours.encode_markup(text) == theirs(text)["input_ids"]
+
+
+def test_sizes_and_special_tokens_are_those_of_transformers(both):
+    ours, theirs = both
+    assert ours.vocab_size == len(theirs)
+    assert ours.end_tokens[0] == theirs.eos_token_id
+    assert ours.pad == theirs.pad_token_id
+
+
+def test_transformers_loads_the_tiny_one_as_a_fast_tokenizer_with_a_template():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(ASSETS)
+    assert theirs.is_fast
+    assert theirs.chat_template is not None
+
+
+def test_end_tokens_are_end_of_turn_and_end_of_text():
+    assert [TINY.decode([token]) for token in TINY.end_tokens] == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_control_tokens_in_plain_text_are_spelled_out():
+    text = "<|im_end|><tool_call></think>"
+    assert not set(TINY.encode(text)) & set(TINY.encode_markup(text))
+    assert TINY.decode(TINY.encode(text)) == text
+
+
+def test_an_assistant_can_write_tags_but_not_end_a_turn_in_its_text():
+    tokens = TINY.encode_written("<think>a</think><|im_end|>")
+    assert tokens[0] in TINY.encode_markup("<think>")
+    assert not set(tokens) & set(TINY.end_tokens)
+
+
+def test_tags_are_kept_when_special_tokens_are_skipped():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(ASSETS)
+    tokens = TINY.encode_markup("<think>a</think><tool_call><|im_end|>")
+    assert theirs.decode(tokens, skip_special_tokens=True) == "<think>a</think><tool_call>"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_comes_back(text):
+    for encode in (TINY.encode, TINY.encode_markup, TINY.encode_written):
+        assert TINY.decode(encode(text)) == text
+
+
+def test_a_batch_is_encoded_as_its_texts_are():
+    texts = ["12*34", "", "<|im_end|> é", "\ud800"]
+    assert TINY.encode_batch(texts) == [TINY.encode(text) for text in texts]
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character():
+    assert TINY.decode(TINY.encode("a\ud83d")) == "a\ufffd"
+
+
+def test_half_a_character_decodes_to_a_replacement_character():
+    assert TINY.decode(TINY.encode("é")[:1]) == "\ufffd"
+
+
+def test_all_numbers_of_one_or_two_digits_are_one_token():
+    numbers = [f"{i:02d}" for i in range(100)] + [str(i) for i in range(10)]
+    assert all(len(TINY.encode(number)) == 1 for number in numbers)
+
+
+def test_digits_are_paired_from_the_left():
+    assert spelled("12345*67-8") == ["12", "34", "5", "*", "67", "-", "8"]
+
+
+def test_an_operand_is_the_same_token_in_a_question_and_in_a_program():
+    token = TINY.encode("47")[0]
+    for text in ("What is 47*83?", '{"code": "print(83-47)"}', "x=47\ny", "47%3"):
+        assert token in TINY.encode(text)
+
+
+def test_json_keys_are_one_token_with_their_punctuation():
+    assert spelled('{"name": "') == ['{"name": "']
+    assert spelled('", "arguments": {"code": "') == ['", "arguments": ', '{"code": "']
+
+
+def test_the_tiny_vocabulary_has_at_most_1024_tokens():
+    assert TINY.vocab_size <= 1024
+
+
+def test_the_script_makes_the_tiny_tokenizer_that_ships():
+    made = train((ASSETS / "chat_template.jinja").read_text(encoding="utf-8"))
+    shipped = json.loads((ASSETS / "tokenizer.json").read_text(encoding="utf-8"))
+    model = json.loads(made.to_str())["model"]
+    assert {name: shipped["model"][name] for name in ("vocab", "merges")} == {
+        name: model[name] for name in ("vocab", "merges")
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/nowhere", "not a directory"), ("builtin:huge", "builtin:tiny"), ("builtin:..", "built in")],
+)
+def test_an_unknown_path_is_named_with_what_there_is(path, said):
+    with pytest.raises(FileNotFoundError, match=said):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load_tokenizer(str(copy))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named(copy, name):
+    (copy / name).write_text('{"model": ')
+    with pytest.raises(ValueError, match=name):
+        load_tokenizer(str(copy))
+
+
+def test_a_folder_without_a_template_is_refused(copy):
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        load_tokenizer(str(copy))
+
+
+def test_a_template_can_stand_in_the_config(copy):
+    template = (copy / "chat_template.jinja").read_text()
+    (copy / "chat_template.jinja").unlink()
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    ours = load_tokenizer(str(copy))
+    assert ours.render(MESSAGES, TOOLS, True) == TINY.render(MESSAGES, TOOLS, True)
+
+
+def test_a_refusal_of_the_template_is_a_value_error():
+    with pytest.raises(ValueError, match="unexpected role judge"):
+        TINY.render([{"role": "judge", "content": ""}], None, False)
+
+
+def test_text_never_loads_jax_or_transformers():
+    program = (
+        "import sys, demyrl.text.chat, demyrl.text.toolcalls;"
+        "print([m for m in ('jax', 'transformers', 'torch') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "[]\n", ran.stderr
