@@ -1,0 +1,161 @@
+"""A Qwen-style decoder as one table of parameters and a few pure functions.
+
+`parameter_table` declares every parameter once: shape, logical axes, initial scale. Initialization,
+sharding, import and export read that table. Layers are stacked on a leading axis and run under
+`lax.scan` in training; the sampler unrolls them (see `rollout/sampler.py`). The head that turns
+hidden states into log-probabilities is not here but in `learn/head.py`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from demyrl.model.attention import attend_segments, rotate
+from demyrl.model.config import ModelConfig
+
+Params = dict[str, Any]
+
+
+class Parameter(NamedTuple):
+    """One row of the table: a leading "layers" axis means one slice per layer."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    scale: float | None  # standard deviation at the start; None: ones (norms); 0: zeros (biases)
+
+
+def parameter_table(config: ModelConfig) -> dict[str, Any]:
+    """Nested dict, name to Parameter, in the layout of the parameter tree itself."""
+    d, f, h = config.width, config.feed_forward, config.head_dim
+    n, k, depth = config.heads, config.kv_heads, config.layers
+    near, deep = d**-0.5, 1 / math.sqrt(2 * depth)
+
+    def layer(shape, axes, scale):
+        return Parameter((depth, *shape), ("layers", *axes), scale)
+
+    layers = {
+        "attention_norm": layer((d,), ("width",), None),
+        "query": layer((d, n, h), ("width", "heads", "head_dim"), near),
+        "key": layer((d, k, h), ("width", "kv_heads", "head_dim"), near),
+        "value": layer((d, k, h), ("width", "kv_heads", "head_dim"), near),
+        "out": layer((n, h, d), ("heads", "head_dim", "width"), (n * h) ** -0.5 * deep),
+        "mlp_norm": layer((d,), ("width",), None),
+        "gate": layer((d, f), ("width", "feed_forward"), near),
+        "up": layer((d, f), ("width", "feed_forward"), near),
+        "down": layer((f, d), ("feed_forward", "width"), f**-0.5 * deep),
+    }
+    if config.qk_norm:
+        layers["query_norm"] = layer((h,), ("head_dim",), None)
+        layers["key_norm"] = layer((h,), ("head_dim",), None)
+    if config.attention_bias:
+        layers["query_bias"] = layer((n, h), ("heads", "head_dim"), 0.0)
+        layers["key_bias"] = layer((k, h), ("kv_heads", "head_dim"), 0.0)
+        layers["value_bias"] = layer((k, h), ("kv_heads", "head_dim"), 0.0)
+    table = {
+        "embedding": Parameter((config.vocab, d), ("vocab", "width"), near),
+        "layers": layers,
+        "final_norm": Parameter((d,), ("width",), None),
+    }
+    if not config.tied_embeddings:
+        table["head"] = Parameter((config.vocab, d), ("vocab", "width"), near)
+    return table
+
+
+def is_parameter(leaf: Any) -> bool:
+    """True at the leaves of a parameter table."""
+    return isinstance(leaf, Parameter)
+
+
+def map_table(function: Callable[[Parameter], Any], config: ModelConfig) -> Params:
+    """The parameter tree with `function(row)` at every leaf."""
+    return jax.tree.map(function, parameter_table(config), is_leaf=is_parameter)
+
+
+def init_params(config: ModelConfig, key: Array) -> Params:
+    """Float32 master weights drawn from truncated normals; the same for the same key."""
+    rows, tree = jax.tree.flatten(parameter_table(config), is_leaf=is_parameter)
+    keys = jax.random.split(key, len(rows))
+
+    def draw(row: Parameter, key: Array) -> Array:
+        if row.scale is None:
+            return jnp.ones(row.shape, jnp.float32)
+        return row.scale * jax.random.truncated_normal(key, -3, 3, row.shape, jnp.float32)
+
+    return jax.tree.unflatten(tree, [draw(row, key) for row, key in zip(rows, keys, strict=True)])
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Numbers in the parameter tree; tied embeddings count once."""
+    sizes = jax.tree.leaves(map_table(lambda row: math.prod(row.shape), config))
+    return sum(sizes)
+
+
+def rms_norm(
+    x: Float[Array, "*rows W"], scale: Float[Array, " W"], eps: float
+) -> Float[Array, "*rows W"]:
+    """x over its root mean square, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def embed(params: Params, tokens: Int[Array, "B C"], config: ModelConfig) -> Float[Array, "B C D"]:
+    """Embedding rows of the tokens, in the compute dtype."""
+    return params["embedding"].astype(config.dtype)[tokens]
+
+
+def qkv(
+    layer: Params, x: Float[Array, "B C D"], positions: Int[Array, "B C"], config: ModelConfig
+) -> tuple[Float[Array, "B C N H"], Float[Array, "B C K H"], Float[Array, "B C K H"]]:
+    """Queries, keys and values of one layer, normalized and rotated to their positions."""
+    x_BCD = rms_norm(x, layer["attention_norm"], config.norm_eps)
+    q_BCNH = jnp.einsum("bcd,dnh->bcnh", x_BCD, layer["query"].astype(x.dtype))
+    k_BCKH = jnp.einsum("bcd,dkh->bckh", x_BCD, layer["key"].astype(x.dtype))
+    v_BCKH = jnp.einsum("bcd,dkh->bckh", x_BCD, layer["value"].astype(x.dtype))
+    if config.attention_bias:
+        q_BCNH += layer["query_bias"].astype(x.dtype)
+        k_BCKH += layer["key_bias"].astype(x.dtype)
+        v_BCKH += layer["value_bias"].astype(x.dtype)
+    if config.qk_norm:
+        q_BCNH = rms_norm(q_BCNH, layer["query_norm"], config.norm_eps)
+        k_BCKH = rms_norm(k_BCKH, layer["key_norm"], config.norm_eps)
+    theta = config.rope_theta
+    return rotate(q_BCNH, positions, theta), rotate(k_BCKH, positions, theta), v_BCKH
+
+
+def close_block(
+    layer: Params, x: Float[Array, "B C D"], attended: Float[Array, "B C N H"], config: ModelConfig
+) -> Float[Array, "B C D"]:
+    """The rest of a block after attention: output projection, then the gated feed forward."""
+    x_BCD = x + jnp.einsum("bcnh,nhd->bcd", attended, layer["out"].astype(x.dtype))
+    y_BCD = rms_norm(x_BCD, layer["mlp_norm"], config.norm_eps)
+    gate_BCF = jax.nn.silu(y_BCD @ layer["gate"].astype(x.dtype))
+    up_BCF = y_BCD @ layer["up"].astype(x.dtype)
+    return x_BCD + (gate_BCF * up_BCF) @ layer["down"].astype(x.dtype)
+
+
+def hidden_states(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    config: ModelConfig,
+) -> Float[Array, "B T D"]:
+    """Final normalized hidden states of packed rows; attention stays within a segment."""
+
+    def block(x_BTD, layer):
+        q, k, v = qkv(layer, x_BTD, positions, config)
+        attended = attend_segments(q, k, v, segments)
+        return close_block(layer, x_BTD, attended, config), None
+
+    x_BTD, _ = jax.lax.scan(block, embed(params, tokens, config), params["layers"])
+    return rms_norm(x_BTD, params["final_norm"], config.norm_eps)
+
+
+def output_embedding(params: Params) -> Float[Array, "V D"]:
+    """The matrix of the head: the embedding itself when tied."""
+    return params["head"] if "head" in params else params["embedding"]

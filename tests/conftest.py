@@ -1,0 +1,14 @@
+"""Before any test imports JAX: eight virtual CPU devices, and shape checks on every call."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+flags = os.environ.get("XLA_FLAGS", "")
+if "device_count" not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Not arrays.py: JAX rebuilds pytree dataclasses with leaves of any rank.
+CHECKED = ("demyrl.model", "demyrl.learn", "demyrl.rollout")
+install_import_hook(CHECKED, "beartype.beartype")
