@@ -1,0 +1,151 @@
+"""GRPO-TCR from nothing: every number of the recipe, in the order of the stages.
+
+    python -m demyrl.train --config=configs/grpo_tcr.py:tiny --workdir=runs/x
+
+Sizes: `tiny` learns on two CPU cores in minutes; `small` is the same recipe for a machine with more
+time, with longer operands and a wider model.
+"""
+
+from ml_collections import ConfigDict
+
+FAMILIES = (
+    "arithmetic", "power_mod", "digit_sum", "lcm", "linear_equation",
+    "seconds", "kinetic_energy", "electric_power", "momentum",
+    "loop_output", "list_output", "linear_expression",
+)  # fmt: skip
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    """The locked config of one size; raises ValueError for a name that is not one."""
+    if size not in SIZES:
+        raise ValueError(f"there is no size {size!r} in grpo_tcr.py: use {' or '.join(SIZES)}.")
+    config = ConfigDict(tiny())
+    SIZES[size](config)
+    return config.lock()
+
+
+def tiny() -> dict:
+    """All sections at the size of a laptop."""
+    return {
+        "seed": 0,
+        "tokenizer": "builtin:tiny",  # or a folder in Hugging Face format
+        "model": {
+            "source": "builtin:tiny",  # or "" for random weights, a checkpoint folder, a workdir
+            "vocab": 768,
+            "width": 64,
+            "layers": 2,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 64,
+            "feed_forward": 128,
+            "rope_theta": 10_000.0,
+            "norm_eps": 1e-6,
+            "qk_norm": True,
+            "attention_bias": False,
+            "tied_embeddings": True,
+            "dtype": "float32",
+        },
+        "mesh": {"data": 1, "tensor": 1},
+        "head_chunk": 1024,  # tokens whose logits exist at a time
+        "tools": {
+            "enabled": True,
+            "isolation": "bwrap",  # "unsafe" runs model-written code without isolation
+            "workers": 2,
+            "timeout_s": 2.0,
+            "memory_mb": 256,
+            "disk_mb": 8,
+            "output_bytes": 4096,
+            "delay_s": 0.0,
+        },
+        "problems": {
+            "path": "",  # a file of problems; "" makes them
+            "families": FAMILIES,
+            "digits": 2,
+            "terms": 3,
+            "eval_count": 96,
+        },
+        "collect": {
+            "count": 6000,
+            "in_flight": 128,
+            "head_guess": 0.25,
+            "slip": 0.25,
+            "recover": 0.5,
+            "double_check": 0.02,
+        },
+        "sft": {
+            "demonstrations": "",  # a file of conversations
+            "rows_per_step": 16,
+            "max_steps": 1100,
+            "probe_every": 25,
+            "probe_count": 96,
+            "probe_enough": 0.9,  # share of held-out calls copied right that starts the cool-down
+            "cooldown_steps": 100,
+            "save_every": 100,
+            "learning_rate": 5e-3,
+            "warmup_updates": 20,
+            "final_share": 0.05,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "weight_decay": 0.01,
+            "clip_norm": 1.0,
+            "pack": {"rows": 16, "row_tokens": 160},
+        },
+        "rollout": {
+            "slots": 64,
+            "context": 224,
+            "turn_tokens": 96,
+            "turns": 4,
+            "calls": 4,
+            "output_tokens": 40,
+            "decode_steps": 16,
+            "extend_rows": 16,
+            "extend_lengths": (32, 96),
+            "early_return": 0.75,
+            "temperature": 1.0,
+            "max_gap": 1e-4,  # mean |sampler - trainer| log-prob beyond which a run won't start
+        },
+        "evaluate": {"samples": 8, "temperature": 1.0},
+        "select": {"problems": 256, "samples": 8},
+        "reward": {
+            "tool_bonus": "off",
+            "overlong": True,
+            "max_len": 160,
+            "cache_len": 64,
+            "count_tool_tokens": True,
+        },
+        "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "aggregation": "token"},
+        "optimizer": {
+            "learning_rate": 1e-3,
+            "warmup_updates": 0,
+            "decay_updates": 0,  # 0: the whole run, steps x updates
+            "final_share": 0.1,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "weight_decay": 0.0,
+            "clip_norm": 1.0,
+        },
+        "train": {
+            "pool": "",  # a file of problems from select_problems; "" uses all
+            "steps": 40,
+            "problems": 16,  # P
+            "samples": 8,  # G
+            "updates": 4,
+            "eval_every": 0,  # 0: never
+            "save_every": 10,
+            "keep": 2,
+            "pack": {"rows": 16, "row_tokens": 224},
+        },
+    }
+
+
+def small(config: ConfigDict) -> None:
+    """Longer operands and a wider model: hours, not minutes, on a CPU."""
+    config.model.width, config.model.feed_forward, config.model.layers = 128, 384, 4
+    config.problems.digits, config.problems.terms = 3, 4
+    config.collect.count, config.sft.max_steps = 20_000, 4000
+    config.rollout.context, config.train.pack.row_tokens = 288, 288
+    config.sft.pack.row_tokens = 256
+    config.train.steps = 150
+
+
+SIZES = {"tiny": lambda config: None, "small": small}

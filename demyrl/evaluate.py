@@ -1,0 +1,144 @@
+"""avg@k, pass@k and maj@k of a policy on held-out problems, with intervals.
+
+    python -m demyrl.evaluate --config=configs/grpo_tcr.py:tiny --config.model.source=runs/x/rl \\
+        --workdir=runs/x/eval_rl
+
+Uses the rollout code of training. `--config.tools.enabled=False` evaluates without the tool: calls
+get the answer that it is switched off. Writes `evaluation.json` and one rollouts file.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from demyrl import command, logs, recipe
+from demyrl.analysis.stats import summarize
+from demyrl.data.generators import tasks
+from demyrl.data.problems import read_problems
+from demyrl.model.sharding import make_mesh
+from demyrl.records import row_of, verdict_row
+from demyrl.rewards.grade import grade
+from demyrl.rollout.agent import Agent, Rollout
+from demyrl.rollout.sampler import Sampler
+from demyrl.text.chat import Chat
+from demyrl.text.tokenizer import load_tokenizer
+from demyrl.tools.toolbox import ToolBox
+from demyrl.types import Problem, Reward
+from demyrl.weights import starting_params
+
+EVALUATION = 1_000_000  # added to the step that seeds the draws: never those of training
+
+
+def make_chat(settings: recipe.Recipe, tools: ToolBox) -> Chat:
+    """The tokenizer's chat format with the tools in it.
+
+    Raises ValueError when the tokenizer has more tokens than the model has embeddings.
+    """
+    tokenizer = load_tokenizer(settings.tokenizer)
+    if tokenizer.vocab_size > settings.model.vocab:
+        raise ValueError(
+            f"tokenizer {settings.tokenizer} has {tokenizer.vocab_size} tokens and model.vocab is "
+            f"{settings.model.vocab}: every token needs an embedding. Raise model.vocab."
+        )
+    return Chat(tokenizer, tools.schemas)
+
+
+def make_agent(
+    settings: recipe.Recipe, chat: Chat, tools: ToolBox, samples: int, temperature: float
+) -> Agent:
+    """An agent whose sampler has no weights yet."""
+    shapes = dataclasses.replace(settings.rollout.sampler, temperature=temperature)
+    sampler = Sampler(settings.model, shapes, chat.end_tokens)
+    return Agent(sampler, chat, tools, settings.rollout.agent(samples), settings.rollout.episode)
+
+
+def eval_problems(settings: recipe.Recipe) -> list[Problem]:
+    """The held-out problems: the same for every seed, disjoint from all training problems."""
+    return [task.problem for task in tasks(settings.problems, "eval", settings.eval_count, 0)]
+
+
+def grade_all(
+    settings: recipe.Recipe, problems: Sequence[Problem], rollout: Rollout
+) -> list[Reward]:
+    """One reward for each trajectory of a rollout, in its order."""
+    samples = len(rollout.trajectories) // len(problems)
+    return [
+        grade(problems[i // samples], trajectory, settings.reward)
+        for i, trajectory in enumerate(rollout.trajectories)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What a policy did on some problems."""
+
+    summary: dict[str, Any]  # by domain and overall: avg, pass, maj with intervals; call share
+    verdicts: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  # for rollouts/*.jsonl
+
+
+def judge_policy(
+    settings: recipe.Recipe,
+    agent: Agent,
+    problems: Sequence[Problem],
+    step: int,
+    advance: Callable[[int], None] = lambda finished: None,
+) -> Evaluation:
+    """Samples every problem with the weights the agent's sampler holds, grades and counts."""
+    root = jax.random.key(settings.seed)
+    rollout = agent.roll_out(problems, root, EVALUATION + step, step, advance)
+    rewards = grade_all(settings, problems, rollout)
+    samples = len(rollout.trajectories) // len(problems)
+    triples = [
+        (problems[i // samples], trajectory, rewards[i])
+        for i, trajectory in enumerate(rollout.trajectories)
+    ]
+    verdicts = [verdict_row(*triple) for triple in triples]
+    rows = [row_of(*triple, agent.chat, agent.tools.isolation) for triple in triples]
+    return Evaluation(summarize(verdicts, samples), verdicts, rows)
+
+
+def evaluate(config: Any, workdir: Path) -> None:
+    """The stage: writes evaluation.json and rollouts/step_00000000.jsonl."""
+    settings = recipe.read(config)
+    logs.record_run(workdir, command.config_json(config), logs.environment())
+    with ToolBox(settings.tools) as tools:
+        command.enable_compilation_cache()
+        chat = make_chat(settings, tools)
+        path = settings.problems_path
+        problems = read_problems(path) if path else eval_problems(settings)
+        part = settings.evaluate
+        agent = make_agent(settings, chat, tools, part.samples, part.temperature)
+        mesh = make_mesh(settings.mesh)
+        params = starting_params(settings.source, settings.model, mesh, settings.seed)
+        agent.sampler.load(params)
+        with logs.Logs(workdir, 1) as log:
+            with log.phase("evaluate", len(problems) * part.samples, 0) as advance:
+                result = judge_policy(settings, agent, problems, 0, advance)
+            log.trajectories(0, result.rows)
+            log.note(sentence(result.summary))
+    write_json(workdir / "evaluation.json", {**result.summary, "rows": result.verdicts})
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """The overall numbers in one line."""
+    overall, k = summary["domains"]["all"], summary["k"]
+    names = ("avg", "pass", "maj")
+    parts = [f"{name}@{k} {overall[f'{name}_at_k']['value']:.3f}" for name in names]
+    return "  ".join([*parts, f"call share {overall['call_share']['value']:.3f}"])
+
+
+def write_json(path: Path, content: Any) -> None:
+    """The file appears whole or not at all."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    command.run(evaluate, "configs/grpo_tcr.py:tiny")

@@ -1,0 +1,231 @@
+"""From the config of a run to the frozen settings of each stage, every check included.
+
+`read` is the one place where settings are checked against each other, before any process, file or
+compilation. Stages take what it returns; nothing behind it sees the config.
+"""
+
+import dataclasses
+from typing import Any
+
+from demyrl.command import frozen
+from demyrl.data.demonstrations import Habits
+from demyrl.data.generators import ProblemConfig
+from demyrl.learn.batch import AGGREGATIONS, PackConfig
+from demyrl.learn.loss import LossConfig
+from demyrl.learn.update import OptimizerConfig
+from demyrl.model.config import ModelConfig
+from demyrl.model.sharding import MeshConfig, divisible
+from demyrl.rewards.grade import RewardConfig
+from demyrl.rollout.agent import AgentConfig
+from demyrl.rollout.episode import EpisodeConfig
+from demyrl.rollout.sampler import SamplerConfig
+from demyrl.tools.toolbox import ToolConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectSettings:
+    """How many problems the teacher solves, and how many episodes run together."""
+
+    count: int
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+    """The cold start (paper, section 3.1)."""
+
+    demonstrations: str
+    rows_per_step: int
+    max_steps: int
+    probe_every: int
+    probe_count: int
+    probe_enough: float
+    cooldown_steps: int
+    save_every: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The RL loop (paper, section 2.3)."""
+
+    pool: str
+    steps: int
+    problems: int
+    samples: int
+    updates: int
+    eval_every: int
+    save_every: int
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectConfig:
+    """Model-aware selection (paper, section 3.3)."""
+
+    problems: int
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    samples: int
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+    """What the three parts of the rollout need."""
+
+    sampler: SamplerConfig
+    episode: EpisodeConfig
+    early_return: float
+    max_gap: float
+
+    def agent(self, samples: int) -> AgentConfig:
+        return AgentConfig(samples, self.early_return)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Every stage's settings, checked."""
+
+    seed: int
+    tokenizer: str
+    source: str
+    head_chunk: int
+    model: ModelConfig
+    mesh: MeshConfig
+    tools: ToolConfig
+    problems: ProblemConfig
+    problems_path: str
+    eval_count: int
+    collect: CollectSettings
+    habits: Habits
+    sft: SftConfig
+    sft_optimizer: OptimizerConfig
+    sft_pack: PackConfig
+    rollout: RolloutSettings
+    evaluate: EvaluateConfig
+    select: SelectConfig
+    reward: RewardConfig
+    loss: LossConfig
+    aggregation: str
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    pack: PackConfig
+
+
+def read(config: Any) -> Recipe:
+    """The checked settings; ValueError names the key, its value, and what would work."""
+    c = {key: dict(value) if hasattr(value, "keys") else value for key, value in config.items()}
+    problems = frozen(ProblemConfig, without(c["problems"], "path", "eval_count"))
+    recipe = Recipe(
+        seed=c["seed"],
+        tokenizer=c["tokenizer"],
+        source=c["model"]["source"],
+        head_chunk=c["head_chunk"],
+        model=frozen(ModelConfig, without(c["model"], "source")),
+        mesh=frozen(MeshConfig, c["mesh"]),
+        tools=frozen(ToolConfig, c["tools"]),
+        problems=problems,
+        problems_path=c["problems"]["path"],
+        eval_count=c["problems"]["eval_count"],
+        collect=frozen(CollectSettings, only(c["collect"], CollectSettings)),
+        habits=frozen(Habits, without(c["collect"], "count", "in_flight")),
+        sft=frozen(SftConfig, only(c["sft"], SftConfig)),
+        sft_optimizer=sft_optimizer(c["sft"]),
+        sft_pack=frozen(PackConfig, c["sft"]["pack"]),
+        rollout=rollout_settings(c["rollout"]),
+        evaluate=frozen(EvaluateConfig, c["evaluate"]),
+        select=frozen(SelectConfig, c["select"]),
+        reward=frozen(RewardConfig, c["reward"]),
+        loss=frozen(LossConfig, without(c["loss"], "aggregation")),
+        aggregation=c["loss"]["aggregation"],
+        optimizer=rl_optimizer(c["optimizer"], c["train"]),
+        train=frozen(TrainConfig, without(c["train"], "pack")),
+        pack=frozen(PackConfig, c["train"]["pack"]),
+    )
+    check_rows(recipe)
+    check_lengths(recipe)
+    return recipe
+
+
+def without(section: dict, *keys: str) -> dict:
+    return {key: value for key, value in section.items() if key not in keys}
+
+
+def only(section: dict, cls: type) -> dict:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {key: value for key, value in section.items() if key in names}
+
+
+def sft_optimizer(section: dict) -> OptimizerConfig:
+    """Constant after the warm-up: the cool-down begins when the probe says so."""
+    return frozen(OptimizerConfig, {**only(section, OptimizerConfig), "decay_updates": 0})
+
+
+def rl_optimizer(section: dict, train: dict) -> OptimizerConfig:
+    updates = section["decay_updates"] or train["steps"] * train["updates"]
+    return frozen(OptimizerConfig, {**section, "decay_updates": updates})
+
+
+def rollout_settings(section: dict) -> RolloutSettings:
+    return RolloutSettings(
+        sampler=frozen(SamplerConfig, only(section, SamplerConfig)),
+        episode=frozen(EpisodeConfig, only(section, EpisodeConfig)),
+        early_return=section["early_return"],
+        max_gap=section["max_gap"],
+    )
+
+
+def check_rows(recipe: Recipe) -> None:
+    """Counts that must divide, and groups that must compare."""
+    train, mesh = recipe.train, recipe.mesh
+    if train.samples < 2:
+        raise ValueError(
+            f"train.samples is {train.samples}: a group of one has no siblings to compare with, so "
+            "every advantage would be 0. Use at least 2."
+        )
+    if not 1 <= train.updates <= train.problems:
+        raise ValueError(
+            f"train.updates is {train.updates} with train.problems = {train.problems}: each update "
+            "takes whole groups, so there must be at least as many problems as updates."
+        )
+    if recipe.rollout.sampler.temperature <= 0:
+        raise ValueError(
+            f"rollout.temperature is {recipe.rollout.sampler.temperature}: training needs the "
+            "log-probs of a sampled distribution, so it must be above 0. Greedy decoding is for "
+            "evaluation (evaluate.temperature)."
+        )
+    if recipe.aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"loss.aggregation is {recipe.aggregation!r}: use one of {', '.join(AGGREGATIONS)}."
+        )
+    rows = {
+        "rollout.slots": recipe.rollout.sampler.slots,
+        "train.pack.rows": recipe.pack.rows,
+        "sft.pack.rows": recipe.sft_pack.rows,
+    }
+    divisible(recipe.model, mesh, rows)
+
+
+def check_lengths(recipe: Recipe) -> None:
+    """Budgets that must fit into each other."""
+    episode, sampler = recipe.rollout.episode, recipe.rollout.sampler
+    if recipe.pack.row_tokens < sampler.context:
+        raise ValueError(
+            f"train.pack.row_tokens is {recipe.pack.row_tokens} and rollout.context is "
+            f"{sampler.context}: a trajectory as long as the context would not fit in a row. "
+            f"Use at least {sampler.context}."
+        )
+    if episode.turn_tokens + episode.output_tokens >= episode.context:
+        raise ValueError(
+            f"rollout.turn_tokens {episode.turn_tokens} and rollout.output_tokens "
+            f"{episode.output_tokens} leave no room in rollout.context = {episode.context} for a "
+            "prompt and an answer. Lower them or raise the context."
+        )
+    if recipe.reward.overlong and recipe.reward.max_len > sampler.context:
+        raise ValueError(
+            f"reward.max_len is {recipe.reward.max_len}, but a trajectory ends at "
+            f"rollout.context = {sampler.context}: the penalty would never be reached. Use less."
+        )

@@ -1,0 +1,243 @@
+"""START HERE: the RL loop of GRPO-TCR.
+
+    python -m demyrl.train --config=configs/grpo_tcr.py:tiny --config.model.source=runs/x/sft \\
+        --config.train.pool=runs/x/select/pool.jsonl --workdir=runs/x/rl
+
+A step samples G trajectories for each of P problems with the tool in the loop, grades them, turns
+rewards into group advantages, and makes a few updates with the token-level, asymmetrically clipped
+loss. The same command on the same workdir goes on where it was stopped, bit for bit.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from demyrl import checkpoint, command, logs, recipe
+from demyrl.data.generators import tasks
+from demyrl.data.problems import read_problems
+from demyrl.data.stream import ProblemStream
+from demyrl.evaluate import eval_problems, grade_all, judge_policy, make_agent, make_chat
+from demyrl.learn.advantages import group_advantages
+from demyrl.learn.batch import Example, pack, token_weights, unpack
+from demyrl.learn.loss import grpo_loss
+from demyrl.learn.update import (
+    learning_rate,
+    make_optimizer,
+    make_programs,
+    start_state,
+    update,
+)
+from demyrl.model.sharding import make_mesh, rows_sharding
+from demyrl.records import reward_numbers, rollout_numbers, row_of
+from demyrl.tools.toolbox import ToolBox
+from demyrl.types import Problem, Reward, Trajectory
+from demyrl.weights import starting_params
+
+MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s")
+PROBLEMS_WITHOUT_POOL = 2000
+MOST_SANDBOX_ERRORS = 0.2  # share of trajectories of a step; beyond it the run stops
+
+
+class Rl:
+    """One RL run: its data, agent, programs and state."""
+
+    def __init__(self, settings: recipe.Recipe, tools: ToolBox):
+        self.settings = settings
+        part = settings.train
+        self.chat = make_chat(settings, tools)
+        temperature = settings.rollout.sampler.temperature
+        self.agent = make_agent(settings, self.chat, tools, part.samples, temperature)
+        self.stream = ProblemStream(training_problems(settings), part.problems, settings.seed)
+        self.mesh = make_mesh(settings.mesh)
+        optimizer = make_optimizer(settings.optimizer, settings.model)
+        self.programs = make_programs(
+            settings.model, optimizer, self.loss, temperature, settings.head_chunk
+        )
+        params = starting_params(settings.source, settings.model, self.mesh, settings.seed)
+        self.state = start_state(params, optimizer)
+        self.root = jax.random.key(settings.seed)
+        self.gap_checked = False
+
+    def loss(self, logprobs, batch):
+        return grpo_loss(logprobs, batch, self.settings.loss)
+
+    def resume(self, workdir: Path) -> int:
+        """The step to go on from: 0, or that of the newest checkpoint, which is then loaded."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+        )
+        restored = checkpoint.restore(workdir, shapes)
+        if restored is None:
+            return 0
+        self.state = restored.state
+        self.stream.restore(restored.extra["stream"])
+        return restored.step
+
+    def save(self, workdir: Path, step: int) -> None:
+        extra = {"stream": self.stream.state()}
+        checkpoint.save(workdir, step, self.state, extra, self.settings.train.keep)
+
+    def step(self, step: int, log: logs.Logs) -> dict[str, float]:
+        """One pass of the loop; returns its numbers and leaves its trajectories in the log."""
+        part = self.settings.train
+        problems = self.stream.next()
+        with log.timer("rollout"), log.phase("rollout", part.problems * part.samples, step) as tick:
+            self.agent.sampler.load(self.state.params)
+            version = int(self.state.step)
+            rollout = self.agent.roll_out(problems, self.root, step, version, tick)
+        rewards = grade_all(self.settings, problems, rollout)
+        self.refuse_broken_sandbox(rollout.trajectories)
+        with log.timer("score"):
+            old_logprobs, numbers = self.score(rollout.trajectories)
+        advantages = group_advantages(totals(rewards, part.samples)).reshape(-1)
+        with log.timer("update"), log.phase("update", part.updates, step) as tick:
+            trained = self.updates(rollout.trajectories, advantages, old_logprobs, tick)
+        log.trajectories(step, self.rows(step, problems, rollout.trajectories, rewards))
+        return (
+            reward_numbers(rewards, part.samples)
+            | rollout_numbers(rollout.trajectories)
+            | rollout.numbers
+            | numbers
+            | trained
+        )
+
+    def score(self, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], dict]:
+        """Old log-probs of the training graph, entropy, and the gap to the sampler's numbers.
+
+        Raises RuntimeError at the first step of a run when the two disagree: what is trained would
+        not be what was sampled.
+        """
+        packed = pack([Example(t.tokens, t.sampled) for t in trajectories], self.settings.pack)
+        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
+        scores = jax.device_get([self.programs.score(self.state.params, b) for b in batches])
+        lengths = [len(t.tokens) for t in trajectories]
+        logprobs = unpack(packed, [s.logprobs for s in scores], lengths)
+        entropy = unpack(packed, [s.entropy for s in scores], lengths)
+        sampled = np.concatenate([t.sampled for t in trajectories])
+        gap = np.abs(np.concatenate(logprobs) - np.concatenate([t.logprobs for t in trajectories]))
+        numbers = {
+            "policy/entropy": float(np.concatenate(entropy)[sampled].mean()),
+            "policy/sampler_gap": float(gap[sampled].mean()),
+            "policy/sampler_gap_max": float(gap[sampled].max()),
+        }
+        most = self.settings.rollout.max_gap
+        if not self.gap_checked and not numbers["policy/sampler_gap"] <= most:
+            raise RuntimeError(
+                f"the sampler and the trainer disagree on the log-probs of the first rollout by "
+                f"{numbers['policy/sampler_gap']:.2e} nats on average; rollout.max_gap allows "
+                f"{most:.2e}. In float32 this is a bug; in bfloat16 raise rollout.max_gap."
+            )
+        self.gap_checked = True
+        return logprobs, numbers
+
+    def updates(self, trajectories, advantages, old_logprobs, tick) -> dict[str, float]:
+        """The step's updates, each on whole groups; the mean of their numbers.
+
+        Trajectories with advantage 0 count in the token weights but have no gradient, so they are
+        not run through the model. An update without any other trajectory is left out.
+        """
+        part, collected, tokens = self.settings.train, [], 0
+        for u in range(part.updates):
+            chosen = [i for i in range(len(trajectories)) if i // part.samples % part.updates == u]
+            masks = [trajectories[i].sampled for i in chosen]
+            weights = token_weights(masks, self.settings.aggregation)
+            examples = [
+                Example(trajectories[i].tokens, w, advantages[i], old_logprobs[i])
+                for i, w in zip(chosen, weights, strict=True)
+                if advantages[i] != 0
+            ]
+            if examples:
+                collected.append(self.update(examples))
+                tokens += sum(int((e.weights > 0).sum()) for e in examples)
+            tick(1)
+        names = collected[0] if collected else {}
+        numbers = {n: float(np.mean([each[n] for each in collected])) for n in names}
+        return numbers | {
+            "optim/updates": float(self.state.step),
+            "optim/trained_tokens": float(tokens),
+        }
+
+    def update(self, examples: Sequence[Example]) -> dict[str, float]:
+        packed = pack(examples, self.settings.pack)
+        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
+        rate = learning_rate(self.settings.optimizer, int(self.state.step))
+        self.state, numbers = update(self.programs, self.loss, self.state, batches, rate)
+        return {**jax.device_get(numbers), "optim/learning_rate": rate}
+
+    def refuse_broken_sandbox(self, trajectories: Sequence[Trajectory]) -> None:
+        broken = [any(r.status == "sandbox_error" for r in t.results) for t in trajectories]
+        if np.mean(broken) > MOST_SANDBOX_ERRORS:
+            example = next(
+                r.output for t in trajectories for r in t.results if r.status == "sandbox_error"
+            )
+            raise RuntimeError(
+                f"the sandbox failed in {np.mean(broken):.0%} of this step's trajectories, so "
+                f"training stops before it learns from that. The last failure said: {example}"
+            )
+
+    def rows(
+        self,
+        step: int,
+        problems: Sequence[Problem],
+        trajectories: Sequence[Trajectory],
+        rewards: Sequence[Reward],
+    ) -> list[dict[str, Any]]:
+        samples, isolation = self.settings.train.samples, self.agent.tools.isolation
+        return [
+            {"step": step, **row_of(problems[i // samples], t, rewards[i], self.chat, isolation)}
+            for i, t in enumerate(trajectories)
+        ]
+
+
+def training_problems(settings: recipe.Recipe) -> list[Problem]:
+    """The pool of select_problems, a file of problems, or freshly made ones."""
+    path = settings.train.pool or settings.problems_path
+    if path:
+        return read_problems(path)
+    made = tasks(settings.problems, "train", PROBLEMS_WITHOUT_POOL, settings.seed)
+    return [task.problem for task in made]
+
+
+def totals(rewards: Sequence[Reward], samples: int) -> np.ndarray:
+    """Total rewards, one row a group; NaN where a trajectory could not be graded."""
+    return np.array([r.total if r.graded else np.nan for r in rewards]).reshape(-1, samples)
+
+
+def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
+    """Held-out accuracy of the current weights, in the names of `logs.METRICS`."""
+    problems = eval_problems(rl.settings)
+    with log.phase("evaluate", len(problems) * rl.settings.train.samples, step) as tick:
+        rl.agent.sampler.load(rl.state.params)
+        summary = judge_policy(rl.settings, rl.agent, problems, step, tick).summary
+    return {
+        f"eval/{domain}/{name}": part[name]["value"]
+        for domain, part in summary["domains"].items()
+        for name in ("avg_at_k", "pass_at_k", "maj_at_k", "call_share")
+    }
+
+
+def train(config: Any, workdir: Path) -> None:
+    """The stage: leaves checkpoints, metrics.jsonl and rollouts/ in the workdir."""
+    settings = recipe.read(config)
+    logs.record_run(workdir, command.config_json(config), logs.environment(), MAY_CHANGE)
+    part = settings.train
+    with ToolBox(settings.tools) as tools:
+        command.enable_compilation_cache()
+        rl = Rl(settings, tools)
+        first = rl.resume(workdir)
+        with logs.Logs(workdir, part.steps, first) as log:
+            for step in range(first, part.steps):
+                with log.timer("step"):
+                    numbers = rl.step(step, log)
+                if part.eval_every and (step + 1) % part.eval_every == 0:
+                    numbers |= evaluation_numbers(rl, step, log)
+                log.numbers(step, numbers)
+                if (step + 1) % part.save_every == 0 or step + 1 == part.steps:
+                    rl.save(workdir, step + 1)
+
+
+if __name__ == "__main__":
+    command.run(train, "configs/grpo_tcr.py:tiny")

@@ -1,0 +1,205 @@
+"""The cold start: fine-tuning on whole tool-use conversations, loss on assistant tokens only.
+
+    python -m demyrl.train_sft --config=configs/grpo_tcr.py:tiny \\
+        --config.sft.demonstrations=runs/x/collect/real.jsonl --workdir=runs/x/sft
+
+The rate is constant until a measured probe (share of held-out calls whose every operand is copied
+right) passes `sft.probe_enough`, or the steps run out; then it cools down linearly. When a small
+model learns to copy varies with the seed: a fixed number of steps would not be robust.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from demyrl import checkpoint, command, logs, recipe
+from demyrl.arrays import TrainState
+from demyrl.data.demonstrations import PLANS, calling
+from demyrl.data.generators import tasks
+from demyrl.data.stream import RowStream
+from demyrl.evaluate import make_chat
+from demyrl.learn.batch import Example, pack, token_weights, unpack
+from demyrl.learn.loss import sft_loss
+from demyrl.learn.update import (
+    Programs,
+    learning_rate,
+    make_optimizer,
+    make_programs,
+    start_state,
+    update,
+)
+from demyrl.model.sharding import make_mesh, rows_sharding
+from demyrl.text.chat import Chat, messages_from_row
+from demyrl.tools.toolbox import ToolBox
+from demyrl.types import Message
+from demyrl.weights import starting_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A demonstration as tokens, with what the assistant wrote."""
+
+    tokens: Int[np.ndarray, " n"]
+    sampled: Bool[np.ndarray, " n"]
+
+
+def read_conversations(settings: recipe.Recipe, chat: Chat) -> list[Conversation]:
+    """Every demonstration that fits in a row.
+
+    Raises ValueError when the file is missing or nothing in it fits.
+    """
+    path = settings.sft.demonstrations
+    if not path or not Path(path).is_file():
+        raise ValueError(
+            f"sft.demonstrations is {path!r}: give a file of conversations, one JSON object with "
+            "'messages' a line, such as collect's real.jsonl."
+        )
+    most = settings.rollout.episode.output_tokens
+    rows = [messages_from_row(row) for row in logs.read_rows(path)]
+    all_rows = [as_conversation(chat, messages, most) for messages in rows]
+    fitting = [c for c in all_rows if len(c.tokens) <= settings.sft_pack.row_tokens]
+    if not fitting:
+        raise ValueError(
+            f"none of the {len(all_rows)} conversations in {path} fits in sft.pack.row_tokens = "
+            f"{settings.sft_pack.row_tokens}."
+        )
+    return fitting
+
+
+def as_conversation(chat: Chat, messages: Sequence[Message], most: int) -> Conversation:
+    tokens, sampled = chat.conversation(messages, most)
+    return Conversation(np.array(tokens, np.int32), np.array(sampled, bool))
+
+
+def probe_set(settings: recipe.Recipe, chat: Chat) -> list[Conversation]:
+    """First turns of a teacher that calls the right program, on held-out problems.
+
+    `sampled` is True at the operands only: tokens made of digits inside the call.
+    """
+    size = chat.tokenizer.vocab_size
+    is_operand = np.array([chat.tokenizer.decode([i]).isdigit() for i in range(size)])
+    conversations = []
+    for task in tasks(settings.problems, "eval", settings.sft.probe_count, 1):
+        call = calling(PLANS[task.problem.source][0], task.program)
+        whole = as_conversation(chat, [Message("user", task.problem.prompt), call], 0)
+        marks = whole.sampled & is_operand[whole.tokens]
+        conversations.append(Conversation(whole.tokens, marks))
+    return conversations
+
+
+class Sft:
+    """One fine-tuning run: its data, programs and state."""
+
+    def __init__(
+        self,
+        settings: recipe.Recipe,
+        conversations: Sequence[Conversation],
+        probes: Sequence[Conversation],
+    ):
+        part = settings.sft
+        self.settings = settings
+        self.conversations, self.probes = conversations, probes
+        self.stream = RowStream(len(self.conversations), part.rows_per_step, settings.seed)
+        self.mesh = make_mesh(settings.mesh)
+        optimizer = make_optimizer(settings.sft_optimizer, settings.model)
+        self.programs: Programs = make_programs(
+            settings.model, optimizer, sft_loss, 1.0, settings.head_chunk
+        )
+        params = starting_params(settings.source, settings.model, self.mesh, settings.seed)
+        self.state: TrainState = start_state(params, optimizer)
+        self.cooling_from: int | None = None
+
+    def resume(self, workdir: Path) -> int:
+        """The step to go on from: 0, or that of the newest checkpoint, which is then loaded."""
+        restored = checkpoint.restore(workdir, jax.tree.map(abstract, self.state))
+        if restored is None:
+            return 0
+        self.state = restored.state
+        self.stream.restore(restored.extra["stream"])
+        self.cooling_from = restored.extra["cooling_from"]
+        return restored.step
+
+    def save(self, workdir: Path, step: int, keep: int) -> None:
+        extra = {"stream": self.stream.state(), "cooling_from": self.cooling_from}
+        checkpoint.save(workdir, step, self.state, extra, keep)
+
+    def finished(self, step: int) -> bool:
+        """True when the cool-down is over."""
+        start = self.cooling_from
+        return start is not None and step >= start + self.settings.sft.cooldown_steps
+
+    def rate(self, step: int) -> float:
+        """Warm-up, constant, and after `cooling_from` down to the final share."""
+        peak = learning_rate(self.settings.sft_optimizer, step)
+        if self.cooling_from is None:
+            return peak
+        done = (step - self.cooling_from) / self.settings.sft.cooldown_steps
+        return peak * (1 - (1 - self.settings.sft_optimizer.final_share) * done)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One update on the next rows."""
+        chosen = [self.conversations[i] for i in self.stream.next()]
+        weights = token_weights([c.sampled for c in chosen], "token")
+        examples = [Example(c.tokens, w) for c, w in zip(chosen, weights, strict=True)]
+        packed = pack(examples, self.settings.sft_pack)
+        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
+        rate = self.rate(step)
+        self.state, numbers = update(self.programs, sft_loss, self.state, batches, rate)
+        return {**jax.device_get(numbers), "optim/learning_rate": rate}
+
+    def probe(self) -> float:
+        """Share of held-out calls whose every operand has more than half of the probability."""
+        examples = [Example(c.tokens, c.sampled.astype(np.float32)) for c in self.probes]
+        packed = pack(examples, self.settings.sft_pack)
+        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
+        scores = [self.programs.score(self.state.params, batch).logprobs for batch in batches]
+        logprobs = unpack(packed, jax.device_get(scores), [len(c.tokens) for c in self.probes])
+        copied = [
+            np.all(row[c.sampled] > np.log(0.5))
+            for row, c in zip(logprobs, self.probes, strict=True)
+        ]
+        return float(np.mean(copied))
+
+    def note_probe(self, step: int, copied: float) -> None:
+        """Begins the cool-down when the probe is good enough or the steps run out."""
+        part = self.settings.sft
+        late = step >= part.max_steps - part.cooldown_steps
+        if self.cooling_from is None and (copied >= part.probe_enough or late):
+            self.cooling_from = step
+
+
+def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def train_sft(config: Any, workdir: Path) -> None:
+    """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
+    settings = recipe.read(config)
+    logs.record_run(workdir, command.config_json(config), logs.environment(), ("sft.save_every",))
+    command.enable_compilation_cache()
+    chat = make_chat(settings, ToolBox(settings.tools))
+    sft = Sft(settings, read_conversations(settings, chat), probe_set(settings, chat))
+    part = settings.sft
+    step = sft.resume(workdir)
+    with logs.Logs(workdir, part.max_steps, step) as log:
+        with log.phase("sft", part.max_steps, step) as advance:
+            while not sft.finished(step):
+                numbers = sft.step(step)
+                step += 1
+                if step % part.probe_every == 0:
+                    numbers["sft/probe_copy"] = sft.probe()
+                    sft.note_probe(step, numbers["sft/probe_copy"])
+                log.numbers(step - 1, numbers)
+                advance(1)
+                if step % part.save_every == 0 or sft.finished(step):
+                    sft.save(workdir, step, keep=2)
+        log.note(f"SFT ended after {step} steps; held-out calls copied right: {sft.probe():.2f}")
+
+
+if __name__ == "__main__":
+    command.run(train_sft, "configs/grpo_tcr.py:tiny")
