@@ -1,0 +1,1 @@
+"""Benchmarks: each module prints one JSON object, whose keys its header explains."""

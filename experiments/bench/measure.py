@@ -1,0 +1,83 @@
+"""What the benchmarks share: their command line, timing, and the line they print."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from demyrl import command, recipe
+
+Result = TypeVar("Result")
+
+
+def options_of(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any]:
+    """The options and the config; settings are given as to a stage, --config.KEY=VALUE."""
+    parser = argparse.ArgumentParser(
+        description=about,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--config.KEY=VALUE changes the config, as in every stage.",
+    )
+    parser.add_argument("--config", default="configs/grpo_tcr.py:tiny")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
+    options, rest = parser.parse_known_args(argv)
+    words = ["bench", f"--config={options.config}", "--workdir=unused", *rest]
+    try:
+        config, _ = command.parse(words)
+        recipe.read(config)
+    except ValueError as error:
+        parser.error(str(error))
+    return options, config
+
+
+def repeat(work: Callable[[], Result], seconds: float) -> tuple[list[Result], float]:
+    """What `work` returned in each of as many calls as end after `seconds`, and what they took.
+
+    One call goes before and is not counted. `work` must wait for the device.
+    """
+    work()
+    results, start = [], time.perf_counter()
+    while True:
+        results.append(work())
+        elapsed = time.perf_counter() - start
+        if elapsed >= seconds:
+            return results, elapsed
+
+
+def compile_program(program: Any, *args: Any, **static: Any) -> tuple[Any, float]:
+    """A jitted function compiled for these arguments, and the seconds of tracing and compiling."""
+    start = time.perf_counter()
+    compiled = program.lower(*args, **static).compile()
+    return compiled, time.perf_counter() - start
+
+
+def temporary_bytes(compiled: Any) -> int | None:
+    """What a compiled program needs besides its arguments and results; None where unknown."""
+    analysis = compiled.memory_analysis()
+    return analysis and int(analysis.temp_size_in_bytes)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "cpus": os.cpu_count(),
+        "jax": jax.__version__,
+    }
+
+
+def print_line(bench: str, options: argparse.Namespace, **numbers: Any) -> None:
+    """One JSON object on one line: the measurement, and what it was made with."""
+    line = {"bench": bench, "config": options.config, **machine(), **numbers}
+    print(json.dumps(rounded(line), sort_keys=True))
+
+
+def rounded(value: Any) -> Any:
+    """Floats to four digits, at any depth: the rest is noise."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
