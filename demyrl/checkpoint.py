@@ -76,6 +76,13 @@ def save(
         _delete(old)
 
 
+def like(state: PyTree) -> PyTree:
+    """What `restore` needs to know of a state: shapes, dtypes and shardings, no values."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
 def restore(workdir: str | os.PathLike, abstract_state: PyTree) -> Restored | None:
     """The newest intact checkpoint, or None when there is none.
 

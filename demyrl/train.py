@@ -66,10 +66,7 @@ class Rl:
 
     def resume(self, workdir: Path) -> int:
         """The step to go on from: 0, or that of the newest checkpoint, which is then loaded."""
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
-        )
-        restored = checkpoint.restore(workdir, shapes)
+        restored = checkpoint.restore(workdir, checkpoint.like(self.state))
         if restored is None:
             return 0
         self.state = restored.state
@@ -110,7 +107,8 @@ class Rl:
         Raises RuntimeError at the first step of a run when the two disagree: what is trained would
         not be what was sampled.
         """
-        packed = pack([Example(t.tokens, t.sampled) for t in trajectories], self.settings.pack)
+        examples = [Example(t.tokens, t.sampled.astype(np.float32)) for t in trajectories]
+        packed = pack(examples, self.settings.pack)
         batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
         scores = jax.device_get([self.programs.score(self.state.params, b) for b in batches])
         lengths = [len(t.tokens) for t in trajectories]

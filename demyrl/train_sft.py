@@ -116,7 +116,7 @@ class Sft:
 
     def resume(self, workdir: Path) -> int:
         """The step to go on from: 0, or that of the newest checkpoint, which is then loaded."""
-        restored = checkpoint.restore(workdir, jax.tree.map(abstract, self.state))
+        restored = checkpoint.restore(workdir, checkpoint.like(self.state))
         if restored is None:
             return 0
         self.state = restored.state
@@ -171,10 +171,6 @@ class Sft:
         late = step >= part.max_steps - part.cooldown_steps
         if self.cooling_from is None and (copied >= part.probe_enough or late):
             self.cooling_from = step
-
-
-def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def train_sft(config: Any, workdir: Path) -> None:

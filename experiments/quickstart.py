@@ -22,11 +22,12 @@ from demyrl.evaluate import write_json
 CONFIG = "configs/grpo_tcr.py:tiny"
 
 
-def stages(root: Path, seed: int) -> dict[str, list[str]]:
-    """Stage name to its command line, in order."""
+def stages(root: Path, seed: int, changes: list[str]) -> dict[str, list[str]]:
+    """Stage name to its command line, in order; `changes` are KEY=VALUE for every stage."""
 
     def stage(module: str, name: str, **settings: Any) -> list[str]:
-        flags = [f"--config.{key}={value}" for key, value in settings.items()]
+        pairs = [f"{key}={value}" for key, value in settings.items()] + changes
+        flags = [f"--config.{pair}" for pair in pairs]
         flags += [f"--config.seed={seed}", f"--workdir={root / name}"]
         return ["-m", f"demyrl.{module}", f"--config={CONFIG}", *flags]
 
@@ -82,10 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workdir", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     root = options.workdir
     make_room(root, options.seed)
-    seconds = {name: run_stage(name, c, root) for name, c in stages(root, options.seed).items()}
+    commands = stages(root, options.seed, options.set)
+    seconds = {name: run_stage(name, command, root) for name, command in commands.items()}
     evaluations = {"sft": "eval_sft", "rl": "eval_rl", "rl_no_tool": "eval_rl_no_tool"}
     numbers = {name: overall(root, folder) for name, folder in evaluations.items()}
     summary = {"seed": options.seed, **numbers, "seconds": seconds}

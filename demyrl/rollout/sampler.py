@@ -20,6 +20,7 @@ from demyrl.arrays import Chunk, KVCache
 from demyrl.model.attention import attend
 from demyrl.model.config import ModelConfig
 from demyrl.model.kvcache import copy_rows, empty_cache, write
+from demyrl.model.sharding import rows_sharding
 from demyrl.model.transformer import (
     Params,
     close_block,
@@ -222,7 +223,15 @@ class Sampler:
         self.weights: Params | None = None
 
     def load(self, params: Params) -> None:
-        """Samples with these weights from now on; what the cache held is void."""
+        """Samples with these weights from now on; what the cache held is void.
+
+        The first weights say where the cache lives: its rows are spread over their mesh. An array
+        that JAX may move, as it may a new one, would make the second call compile again.
+        """
+        if self.weights is None:
+            place = params["embedding"].sharding
+            spread = isinstance(place, jax.sharding.NamedSharding)
+            self.cache = jax.device_put(self.cache, rows_sharding(place.mesh) if spread else place)
         self.weights = for_sampling(params, self.model)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
