@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from demyrl.command import frozen
+from demyrl.data import generators
 from demyrl.data.demonstrations import Habits
 from demyrl.data.generators import ProblemConfig
 from demyrl.learn.batch import AGGREGATIONS, PackConfig
@@ -70,6 +71,7 @@ class SelectConfig:
 class EvaluateConfig:
     samples: int
     temperature: float
+    reply_start: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +83,8 @@ class RolloutSettings:
     early_return: float
     max_gap: float
 
-    def agent(self, samples: int) -> AgentConfig:
-        return AgentConfig(samples, self.early_return)
+    def agent(self, samples: int, reply_start: str = "") -> AgentConfig:
+        return AgentConfig(samples, self.early_return, reply_start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,8 @@ class Recipe:
 def read(config: Any) -> Recipe:
     """The checked settings; ValueError names the key, its value, and what would work."""
     c = {key: dict(value) if hasattr(value, "keys") else value for key, value in config.items()}
+    check_keys(c)
+    check_counts(c)
     problems = frozen(ProblemConfig, without(c["problems"], "path", "eval_count"))
     recipe = Recipe(
         seed=c["seed"],
@@ -145,6 +149,7 @@ def read(config: Any) -> Recipe:
         train=frozen(TrainConfig, without(c["train"], "pack")),
         pack=frozen(PackConfig, c["train"]["pack"]),
     )
+    generators.check(problems, "eval", recipe.eval_count)
     check_rows(recipe)
     check_lengths(recipe)
     return recipe
@@ -176,6 +181,63 @@ def rollout_settings(section: dict) -> RolloutSettings:
         early_return=section["early_return"],
         max_gap=section["max_gap"],
     )
+
+
+def names(*classes: type) -> set[str]:
+    return {field.name for cls in classes for field in dataclasses.fields(cls)}
+
+
+SECTIONS: dict[str, set[str]] = {
+    "model": names(ModelConfig) | {"source"},
+    "mesh": names(MeshConfig),
+    "tools": names(ToolConfig),
+    "problems": names(ProblemConfig) | {"path", "eval_count"},
+    "collect": names(CollectSettings, Habits),
+    "sft": names(SftConfig, OptimizerConfig) - {"decay_updates"} | {"pack"},
+    "rollout": names(SamplerConfig, EpisodeConfig) | {"early_return", "max_gap"},
+    "evaluate": names(EvaluateConfig),
+    "select": names(SelectConfig),
+    "reward": names(RewardConfig),
+    "loss": names(LossConfig) | {"aggregation"},
+    "optimizer": names(OptimizerConfig),
+    "train": names(TrainConfig) | {"pack"},
+}
+VALUES = {"seed", "tokenizer", "head_chunk"}
+
+
+def check_keys(c: dict) -> None:
+    """No key is missing, and none is there that nothing would read."""
+    places = {"the config": (c, VALUES | set(SECTIONS))}
+    places |= {name: (c.get(name, {}), keys) for name, keys in SECTIONS.items()}
+    for place, (section, keys) in places.items():
+        unknown, missing = sorted(set(section) - keys), sorted(keys - set(section))
+        if unknown:
+            raise ValueError(
+                f"{place} has no key {unknown[0]!r}: it has {', '.join(sorted(keys))}."
+            )
+        if missing:
+            raise ValueError(f"{place} lacks the key {missing[0]!r}: add it to the config file.")
+
+
+COUNTS = {
+    "sft": ("rows_per_step", "max_steps", "probe_every", "probe_count", "save_every"),
+    "rollout": ("slots", "decode_steps", "extend_rows", "turn_tokens", "turns"),
+    "evaluate": ("samples",),
+    "select": ("problems", "samples"),
+    "train": ("steps", "problems", "samples", "updates", "save_every", "keep"),
+}
+
+
+def check_counts(c: dict) -> None:
+    """What is counted, there is at least one of."""
+    counts = {f"{part}.{key}": c[part][key] for part, keys in COUNTS.items() for key in keys}
+    counts |= {
+        f"{part}.pack.{k}": v for part in ("sft", "train") for k, v in c[part]["pack"].items()
+    }
+    counts |= {"head_chunk": c["head_chunk"]}
+    for key, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{key} is {count}: use at least 1.")
 
 
 def check_rows(recipe: Recipe) -> None:

@@ -1,11 +1,15 @@
-"""Before any test imports JAX: eight virtual CPU devices, and shape checks on every call."""
+"""Before any test imports JAX: eight virtual CPU devices, and shape checks on every call.
+
+Programs are compiled without optimization: tests compile many and run each a few times.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = os.environ.get("XLA_FLAGS", "")
 if "device_count" not in flags:
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    flags += " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 from jaxtyping import install_import_hook  # noqa: E402
 

@@ -1,15 +1,20 @@
 """Small real parts and fakes that several tests share."""
 
+import contextlib
 import functools
+import logging
 import random
+import re
 import threading
 from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from configs.grpo_tcr import get_config
 from demyrl.model.config import ModelConfig
-from demyrl.model.transformer import init_params
+from demyrl.model.transformer import map_table
 from demyrl.rollout.agent import Agent, AgentConfig
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.rollout.sampler import Sampler, SamplerConfig
@@ -40,9 +45,37 @@ def chat() -> Chat:
     return Chat(load_tokenizer("builtin:tiny"), [SCHEMA])
 
 
+def drawn_params(model: ModelConfig, seed: int = 0):
+    """Weights at the scales of the table, drawn without compiling anything."""
+    rng = np.random.default_rng(seed)
+
+    def draw(row):
+        noise = np.ones(row.shape) if row.scale is None else row.scale * rng.normal(size=row.shape)
+        return jnp.asarray(noise, jnp.float32)
+
+    return map_table(draw, model)
+
+
 @functools.cache
 def params(seed: int = 0):
-    return init_params(MODEL, jax.random.key(seed))
+    return drawn_params(MODEL, seed)
+
+
+@contextlib.contextmanager
+def compilations():
+    """The list of programs that JAX compiles in the block, by name."""
+    found, handler = [], logging.Handler()
+
+    def note(record):
+        found.extend(re.findall(r"Compiling jit\(([^)]*)\)", record.getMessage()))
+
+    handler.emit = note
+    logging.getLogger("jax").addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield found
+    finally:
+        logging.getLogger("jax").removeHandler(handler)
 
 
 class FakeTools:
@@ -141,3 +174,39 @@ class ScriptedSampler(Sampler):
             self.fed[row] = fed + [int(last[row])] + [int(t) for t in text[: n - 1]]
             self.said[key] = (turn + 1, 0) if ended[row] else (turn, place + n)
         return chunk.replace(tokens=tokens, counts=counts, ended=ended)
+
+
+SHRUNK = {  # of configs/grpo_tcr.py:tiny, to what runs every stage in seconds
+    "collect.count": 64,
+    "sft.rows_per_step": 8,
+    "sft.max_steps": 8,
+    "sft.cooldown_steps": 4,
+    "sft.probe_every": 2,
+    "sft.probe_count": 4,
+    "sft.save_every": 2,
+    "sft.pack.rows": 8,
+    "rollout.slots": 8,
+    "rollout.context": 160,
+    "rollout.turn_tokens": 64,
+    "rollout.output_tokens": 16,
+    "rollout.decode_steps": 8,
+    "rollout.extend_rows": 4,
+    "rollout.extend_lengths": (32,),
+    "reward.max_len": 96,
+    "reward.cache_len": 96,  # so that lengths alone make rewards differ
+    "train.steps": 3,
+    "train.problems": 4,
+    "train.samples": 4,
+    "train.updates": 2,
+    "train.save_every": 1,
+    "train.pack.rows": 4,
+    "train.pack.row_tokens": 160,
+}
+
+
+def shrunk_config(**changes):
+    """The tiny config made smaller still; `changes` are dotted keys with `__` for the dot."""
+    config = get_config("tiny")
+    config.update_from_flattened_dict(SHRUNK)
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+    return config

@@ -39,8 +39,8 @@ class Packed:
 
 
 def token_weights(
-    sampled: Sequence[Bool[np.ndarray, " n"]], aggregation: str
-) -> list[Float[np.ndarray, " n"]]:
+    sampled: Sequence[Bool[np.ndarray, " _"]], aggregation: str
+) -> list[Float[np.ndarray, " _"]]:
     """What each token's loss counts for; over all sequences they sum to 1.
 
     "token": every sampled token counts the same, whichever sequence it is in (token-level loss).
@@ -124,7 +124,7 @@ def place(
 
 def unpack(
     packed: Packed, arrays: Sequence[Float[np.ndarray, "B T"]], lengths: Sequence[int]
-) -> list[Float[np.ndarray, " n"]]:
+) -> list[Float[np.ndarray, " _"]]:
     """What `arrays`, one for each micro-batch, hold at the place of each example."""
     return [
         np.asarray(arrays[b])[r, c : c + n]

@@ -19,6 +19,7 @@ from demyrl.arrays import Batch, TrainState
 from demyrl.learn.head import token_logprobs
 from demyrl.learn.loss import Numbers
 from demyrl.model.config import ModelConfig
+from demyrl.model.sharding import replicated
 from demyrl.model.transformer import Params, hidden_states, map_table
 
 
@@ -109,16 +110,26 @@ def make_programs(
             (params, opt_state),
             (state.params, state.opt_state),
         )
-        state = TrainState(state.step + 1, *kept)
+        state = TrainState(state.step + finite, *kept)
         return state, numbers | {"optim/grad_norm": norm, "optim/skipped": 1.0 - finite}
 
     return Programs(jax.jit(scores), accumulate, apply)
 
 
 def zero_total(params: Params, batch: Batch, loss: Loss) -> Any:
-    """Gradients and numbers that have seen no micro-batch yet."""
+    """Gradients and numbers that have seen no micro-batch yet, placed like those that have."""
     _, numbers = jax.eval_shape(loss, batch.old_logprobs, batch)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, numbers))
+    everywhere = replicated_beside(params)
+    return (
+        jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype, device=p.sharding), params),
+        jax.tree.map(lambda n: jnp.zeros(n.shape, n.dtype, device=everywhere), numbers),
+    )
+
+
+def replicated_beside(params: Params) -> jax.sharding.Sharding:
+    """A copy on every device that the parameters lie on."""
+    place = jax.tree.leaves(params)[0].sharding
+    return replicated(place.mesh) if isinstance(place, jax.sharding.NamedSharding) else place
 
 
 def update(
@@ -132,5 +143,10 @@ def update(
 
 
 def start_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Step 0: the given parameters and a fresh optimizer."""
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
+    """Step 0: the given parameters and a fresh optimizer, placed like after an update.
+
+    Arrays that JAX may move, as it may a new one, would make the second update compile again.
+    """
+    everywhere = replicated_beside(params)
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    return jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, everywhere), state)

@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ CONFIG_NAMES = {
     "tied_embeddings": "tie_word_embeddings",
 }
 
+ANOTHER_KIND = (
+    "a model of this config does not match. Check model.layers, model.qk_norm, "
+    "model.attention_bias and model.tied_embeddings."
+)
+
 
 def builtin_folder(source: str) -> Path:
     """The folder of a checkpoint that ships with the package."""
@@ -61,9 +67,18 @@ def to_hf(name: str, array: np.ndarray) -> np.ndarray:
     return array.reshape(array.shape[0], -1).T
 
 
-def from_hf(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def from_hf(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The inverse of `to_hf`, for one layer's array of `shape`."""
     return (array.T if array.ndim == 2 else array).reshape(shape)
+
+
+def hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of `to_hf` of one layer's array of `shape`."""
+    if name == "out":
+        return shape[-1], math.prod(shape[:-1])
+    if len(shape) == 1 or name.endswith("_bias"):
+        return (math.prod(shape),)
+    return math.prod(shape[1:]), shape[0]
 
 
 def save_checkpoint(folder: Path, params: Params, model: ModelConfig) -> None:
@@ -105,21 +120,36 @@ def load_params(folder: Path, model: ModelConfig, sharding: Params) -> Params:
                 f"{folder} has {theirs} = {config[theirs]}, this config has model.{ours} = "
                 f"{getattr(model, ours)}: another model. Make them agree."
             )
-    tensors = load_file(folder / "model.safetensors")
-    shapes = map_table(lambda row: row.shape, model)
-    arrays = {
-        name: tensors[TOP_NAMES[name]].reshape(shape)
-        for name, shape in shapes.items()
-        if name != "layers"
-    }
-    arrays["layers"] = {
-        name: np.stack(
-            [
-                from_hf(name, tensors[f"model.layers.{i}.{LAYER_NAMES[name]}"], shape[1:])
-                for i in range(model.layers)
-            ]
-        )
-        for name, shape in shapes["layers"].items()
-    }
-    arrays = jax.tree.map(lambda array: array.astype(np.float32), arrays)
+    arrays = arrays_of(load_file(folder / "model.safetensors"), model)
     return jax.tree.map(jax.device_put, arrays, sharding)
+
+
+def arrays_of(tensors: dict[str, np.ndarray], model: ModelConfig) -> Params:
+    """The parameter tree of a checkpoint's tensors, in float32.
+
+    Raises ValueError, naming the tensor, when one is missing, has another shape, or has no place:
+    weights that are left out would give other logits without a word.
+    """
+    surplus = set(tensors) - {TOP_NAMES["head"]}  # which some write even when it is tied
+
+    def taken(key: str, shape: tuple[int, ...]) -> np.ndarray:
+        if key not in tensors:
+            raise ValueError(f"model.safetensors has no tensor {key}: {ANOTHER_KIND}")
+        if tensors[key].shape != shape:
+            raise ValueError(
+                f"{key} has shape {tensors[key].shape} in model.safetensors, a model of this "
+                f"config {shape}: is the config.json beside it that of another model?"
+            )
+        surplus.discard(key)
+        return tensors[key].astype(np.float32)
+
+    def stacked(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        keys = [f"model.layers.{i}.{LAYER_NAMES[name]}" for i in range(model.layers)]
+        return np.stack([from_hf(taken(key, hf_shape(name, shape)), shape) for key in keys])
+
+    shapes = map_table(lambda row: row.shape, model)
+    layers = {name: stacked(name, shape[1:]) for name, shape in shapes.pop("layers").items()}
+    arrays = {name: taken(TOP_NAMES[name], shape) for name, shape in shapes.items()}
+    if surplus:
+        raise ValueError(f"model.safetensors has a tensor {min(surplus)}: {ANOTHER_KIND}")
+    return arrays | {"layers": layers}

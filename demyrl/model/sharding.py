@@ -35,6 +35,13 @@ class MeshConfig:
     data: int
     tensor: int
 
+    def __post_init__(self) -> None:
+        if self.data < 1 or self.tensor < 1:
+            raise ValueError(
+                f"mesh.data is {self.data} and mesh.tensor is {self.tensor}: an axis has at least "
+                "1 device."
+            )
+
 
 def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh over the first data * tensor devices.
