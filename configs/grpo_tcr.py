@@ -75,11 +75,11 @@ def tiny() -> dict:
         "sft": {
             "demonstrations": "",  # a file of conversations
             "rows_per_step": 16,
-            "max_steps": 1100,
+            "max_steps": 800,
             "probe_every": 25,
             "probe_count": 96,
-            "probe_enough": 0.9,  # share of held-out calls copied right that starts the cool-down
-            "cooldown_steps": 100,
+            "probe_enough": 0.95,  # probe value that starts the cool-down
+            "cooldown_steps": 200,
             "save_every": 100,
             "learning_rate": 5e-3,
             "warmup_updates": 20,
@@ -104,7 +104,11 @@ def tiny() -> dict:
             "temperature": 1.0,
             "max_gap": 1e-4,  # mean |sampler - trainer| log-prob beyond which a run won't start
         },
-        "evaluate": {"samples": 8, "temperature": 1.0},
+        "evaluate": {
+            "samples": 8,
+            "temperature": 1.0,
+            "reply_start": "",  # text put before every first reply
+        },
         "select": {"problems": 256, "samples": 8},
         "reward": {
             "tool_bonus": "off",

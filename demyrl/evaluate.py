@@ -49,12 +49,18 @@ def make_chat(settings: recipe.Recipe, tools: ToolBox) -> Chat:
 
 
 def make_agent(
-    settings: recipe.Recipe, chat: Chat, tools: ToolBox, samples: int, temperature: float
+    settings: recipe.Recipe,
+    chat: Chat,
+    tools: ToolBox,
+    samples: int,
+    temperature: float,
+    reply_start: str = "",
 ) -> Agent:
     """An agent whose sampler has no weights yet."""
     shapes = dataclasses.replace(settings.rollout.sampler, temperature=temperature)
     sampler = Sampler(settings.model, shapes, chat.end_tokens)
-    return Agent(sampler, chat, tools, settings.rollout.agent(samples), settings.rollout.episode)
+    config = settings.rollout.agent(samples, reply_start)
+    return Agent(sampler, chat, tools, config, settings.rollout.episode)
 
 
 def eval_problems(settings: recipe.Recipe) -> list[Problem]:
@@ -113,7 +119,7 @@ def evaluate(config: Any, workdir: Path) -> None:
         path = settings.problems_path
         problems = read_problems(path) if path else eval_problems(settings)
         part = settings.evaluate
-        agent = make_agent(settings, chat, tools, part.samples, part.temperature)
+        agent = make_agent(settings, chat, tools, part.samples, part.temperature, part.reply_start)
         mesh = make_mesh(settings.mesh)
         params = starting_params(settings.source, settings.model, mesh, settings.seed)
         agent.sampler.load(params)

@@ -3,9 +3,10 @@
     python -m demyrl.train_sft --config=configs/grpo_tcr.py:tiny \\
         --config.sft.demonstrations=runs/x/collect/real.jsonl --workdir=runs/x/sft
 
-The rate is constant until a measured probe (share of held-out calls whose every operand is copied
-right) passes `sft.probe_enough`, or the steps run out; then it cools down linearly. When a small
-model learns to copy varies with the seed: a fixed number of steps would not be robust.
+The rate is constant until a measured probe passes `sft.probe_enough`, or the steps run out; then it
+cools down linearly. The probe is the share of held-out episodes that would copy every operand and
+every result right: when a small model learns to copy varies with the seed, so a fixed number of
+steps would not be robust.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Int
 
 from demyrl import checkpoint, command, logs, recipe
 from demyrl.arrays import TrainState
-from demyrl.data.demonstrations import PLANS, calling
+from demyrl.data.demonstrations import ANSWERS, PLANS, boxed, calling, said, truth
 from demyrl.data.generators import tasks
 from demyrl.data.stream import RowStream
 from demyrl.evaluate import make_chat
@@ -77,16 +78,22 @@ def as_conversation(chat: Chat, messages: Sequence[Message], most: int) -> Conve
 
 
 def probe_set(settings: recipe.Recipe, chat: Chat) -> list[Conversation]:
-    """First turns of a teacher that calls the right program, on held-out problems.
+    """Episodes of a teacher that makes no mistake, on held-out problems.
 
-    `sampled` is True at the operands only: tokens made of digits inside the call.
+    `sampled` is True only at what is copied: the digits of the call, and those of the answer.
     """
     size = chat.tokenizer.vocab_size
     is_operand = np.array([chat.tokenizer.decode([i]).isdigit() for i in range(size)])
     conversations = []
     for task in tasks(settings.problems, "eval", settings.sft.probe_count, 1):
-        call = calling(PLANS[task.problem.source][0], task.program)
-        whole = as_conversation(chat, [Message("user", task.problem.prompt), call], 0)
+        result = truth(task)
+        messages = [
+            Message("user", task.problem.prompt),
+            calling(PLANS[task.problem.source][0], task.program),
+            Message("tool", f"{result}\n"),
+            said(ANSWERS[0], boxed(result)),
+        ]
+        whole = as_conversation(chat, messages, settings.rollout.episode.output_tokens)
         marks = whole.sampled & is_operand[whole.tokens]
         conversations.append(Conversation(whole.tokens, marks))
     return conversations
@@ -153,7 +160,8 @@ class Sft:
         return {**jax.device_get(numbers), "optim/learning_rate": rate}
 
     def probe(self) -> float:
-        """Share of held-out calls whose every operand has more than half of the probability."""
+        """Share of held-out episodes whose every copied digit has more than half of the
+        probability, given the teacher's text before it."""
         examples = [Example(c.tokens, c.sampled.astype(np.float32)) for c in self.probes]
         packed = pack(examples, self.settings.sft_pack)
         batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
@@ -194,7 +202,7 @@ def train_sft(config: Any, workdir: Path) -> None:
                 advance(1)
                 if step % part.save_every == 0 or sft.finished(step):
                     sft.save(workdir, step, keep=2)
-        log.note(f"SFT ended after {step} steps; held-out calls copied right: {sft.probe():.2f}")
+        log.note(f"SFT ended after {step} steps; held-out episodes copied right: {sft.probe():.2f}")
 
 
 if __name__ == "__main__":

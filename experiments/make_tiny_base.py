@@ -1,6 +1,8 @@
 """Makes the weights that ship as `builtin:tiny`: the stand-in for an instruct model.
 
-    python -m experiments.make_tiny_base --workdir=runs/tiny_base
+    python -m experiments.make_tiny_base --workdir=runs/tiny_base --config.model.source= \\
+        --config.collect.count=24000 --config.sft.max_steps=3000 \\
+        --config.sft.cooldown_steps=900 --config.sft.probe_enough=1.1
 
 It has seen short chats without any tool: it can repeat a line, box a number, and write the Python
 for a question of the built-in families. It has never seen a tool's schema, a tool call, a tool
@@ -15,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from demyrl import checkpoint, command, logs, recipe
-from demyrl.data.generators import tasks
+from demyrl import command, logs, recipe
+from demyrl.data.generators import Task, tasks
 from demyrl.evaluate import load_tokenizer
 from demyrl.model.hf import builtin_folder, save_checkpoint
 from demyrl.text.chat import Chat
@@ -24,51 +26,75 @@ from demyrl.train_sft import Conversation, Sft, as_conversation
 from demyrl.types import Message
 
 ASKS = ("Write Python for this.", "Give me the Python code.", "Which Python code solves this?")
-SHARES = {"program": 0.6, "repeat": 0.2, "box": 0.2}
+SHARES = {"program": 0.3, "repeat": 0.3, "box": 0.4}
+BOXES = ("The result is {}. Box it.", "Box this:\n{}\n", "{}\nPut that in a box.")
+MARKS = (" ", ",", "*", "+", "-", ", ", "/")
+MOST_TURNS = 5
 
 
-def chats(settings: recipe.Recipe, count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Pairs of what the user says and what the assistant answers."""
+def exchange(task: Task, kind: str, rng: random.Random) -> tuple[str, str]:
+    """What the user says and what the assistant answers."""
+    if kind == "program":
+        return f"{task.problem.prompt}\n{rng.choice(ASKS)}", f"```python\n{task.program}\n```"
+    if kind == "repeat":
+        numbers = [str(rng.randint(10, 99)) for _ in range(rng.randint(3, 12))]
+        line = rng.choice([task.program, task.problem.prompt, rng.choice(MARKS).join(numbers)])
+        return f"Repeat: {line}", line
+    result = some_result(rng)
+    return rng.choice(BOXES).format(result), f"\\boxed{{{result}}}"
+
+
+def some_result(rng: random.Random) -> str:
+    """A number of two to seven digits, or a line in x."""
+    number = str(rng.randrange(10 ** rng.randint(2, 7)) * rng.choice([1, 1, 1, -1]))
+    if rng.random() < 0.3:
+        return f"{rng.randint(-99, 99)} *x+ {rng.randint(-9999, 9999)}"
+    return number + rng.choice(["", "", "", ".5", ".0"])
+
+
+def chats(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> Iterator[Conversation]:
+    """Chats of one to MOST_TURNS exchanges that fit in a row."""
     rng = random.Random(seed)
-    made = tasks(settings.problems, "train", count, seed)
-    kinds = rng.choices(list(SHARES), SHARES.values(), k=count)
-    for task, kind in zip(made, kinds, strict=True):
-        if kind == "program":
-            yield f"{task.problem.prompt}\n{rng.choice(ASKS)}", f"```python\n{task.program}\n```"
-        elif kind == "repeat":
-            line = rng.choice([task.program, task.problem.prompt])
-            yield f"Repeat: {line}", line
-        else:
-            number = str(rng.randrange(10 ** rng.randint(2, 7)) * rng.choice([1, 1, 1, -1]))
-            number += rng.choice(["", "", "", ".5", ".0"])
-            yield f"The result is {number}. Box it.", f"\\boxed{{{number}}}"
+    waiting = tasks(settings.problems, "train", count * 2, seed)
+    for _ in range(count):
+        messages: list[Message] = []
+        for kind in rng.choices(list(SHARES), SHARES.values(), k=rng.randint(1, MOST_TURNS)):
+            asked, said = exchange(rng.choice(waiting), kind, rng)
+            longer = [*messages, Message("user", asked), Message("assistant", said)]
+            made = as_conversation(chat, longer, 0)
+            if len(made.tokens) <= settings.sft_pack.row_tokens:
+                messages, fitting = longer, made
+        yield fitting
 
 
-def conversations(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> list[Conversation]:
-    pairs = chats(settings, count, seed)
-    both = [[Message("user", asked), Message("assistant", said)] for asked, said in pairs]
-    return [as_conversation(chat, messages, 0) for messages in both]
-
-
-def operands_only(conversation: Conversation, is_operand: np.ndarray) -> Conversation:
-    marks = conversation.sampled & is_operand[conversation.tokens]
-    return Conversation(conversation.tokens, marks)
+def probes(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> Iterator[Conversation]:
+    """Held-out questions for programs, then a result to box, with only the digits marked."""
+    size, rng = chat.tokenizer.vocab_size, random.Random(seed)
+    is_operand = np.array([chat.tokenizer.decode([i]).isdigit() for i in range(size)])
+    for task in tasks(settings.problems, "eval", count, seed):
+        asked, said = exchange(task, "program", rng)
+        boxed = exchange(task, "box", rng)
+        messages = [
+            Message("user", asked),
+            Message("assistant", said),
+            Message("user", boxed[0]),
+            Message("assistant", boxed[1]),
+        ]
+        made = as_conversation(chat, messages, 0)
+        yield Conversation(made.tokens, made.sampled & is_operand[made.tokens])
 
 
 def make_tiny_base(config: Any, workdir: Path) -> None:
     """Trains until the probe passes, cools down, and writes demyrl/assets/tiny."""
     settings = recipe.read(config)
-    tokenizer = load_tokenizer(settings.tokenizer)
-    chat = Chat(tokenizer, [])
-    is_operand = np.array([tokenizer.decode([i]).isdigit() for i in range(tokenizer.vocab_size)])
-    probes = conversations(settings, chat, settings.sft.probe_count, settings.seed + 1)
+    chat = Chat(load_tokenizer(settings.tokenizer), [])
     sft = Sft(
         settings,
-        conversations(settings, chat, settings.collect.count, settings.seed),
-        [operands_only(each, is_operand) for each in probes],
+        list(chats(settings, chat, settings.collect.count, settings.seed)),
+        list(probes(settings, chat, settings.sft.probe_count, settings.seed)),
     )
-    with logs.Logs(workdir, settings.sft.max_steps, 0) as log:
-        step = 0
+    step = sft.resume(workdir)
+    with logs.Logs(workdir, settings.sft.max_steps, step) as log:
         while not sft.finished(step):
             numbers = sft.step(step)
             step += 1
@@ -76,8 +102,9 @@ def make_tiny_base(config: Any, workdir: Path) -> None:
                 numbers["sft/probe_copy"] = sft.probe()
                 sft.note_probe(step, numbers["sft/probe_copy"])
             log.numbers(step - 1, numbers)
+            if step % settings.sft.save_every == 0:
+                sft.save(workdir, step, keep=1)
         log.note(f"{step} steps; copied right: {sft.probe():.3f}")
-    checkpoint.save(workdir, step, sft.state, {}, 1)
     params = jax.device_get(sft.state.params)
     save_checkpoint(builtin_folder("builtin:tiny"), params, settings.model)
 

@@ -49,6 +49,7 @@ def run_stage(name: str, command: list[str], root: Path) -> float:
     done = root / name / "seconds.json"
     if done.is_file():
         return json.loads(done.read_text())
+    done.parent.mkdir(parents=True, exist_ok=True)
     print(f"\n$ python {' '.join(command)}", flush=True)
     started = time.perf_counter()
     code = subprocess.run([sys.executable, *command]).returncode

@@ -24,10 +24,11 @@ from demyrl.types import Problem, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig:
-    """How slots are served; none of it changes what is sampled."""
+    """How many episodes a problem gets, and how slots are served."""
 
     samples: int  # G, trajectories of each problem
     early_return: float  # leave the device when fewer than this share of busy slots decode
+    reply_start: str = ""  # put before every first reply, as a part of the prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Agent:
 
     def prompt(self, problem: Problem) -> list[int]:
         tokens = self.chat.prompt(problem.prompt)
+        tokens += self.chat.tokenizer.encode_written(self.config.reply_start)
         if len(tokens) >= self.limits.context:
             raise ValueError(
                 f"the prompt of problem {problem.id} has {len(tokens)} tokens and the context "
