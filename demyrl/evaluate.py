@@ -8,8 +8,6 @@ get the answer that it is switched off. Writes `evaluation.json` and one rollout
 """
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,26 +107,32 @@ def judge_policy(
     return Evaluation(summarize(verdicts, samples), verdicts, rows)
 
 
+def loaded_agent(
+    settings: recipe.Recipe, tools: ToolBox, samples: int, temperature: float, reply_start: str = ""
+) -> Agent:
+    """An agent that samples with the weights of `model.source`."""
+    chat = make_chat(settings, tools)
+    agent = make_agent(settings, chat, tools, samples, temperature, reply_start)
+    mesh = make_mesh(settings.mesh)
+    agent.sampler.load(starting_params(settings.source, settings.model, mesh, settings.seed))
+    return agent
+
+
 def evaluate(config: Any, workdir: Path) -> None:
-    """The stage: writes evaluation.json and rollouts/step_00000000.jsonl."""
+    """The stage: writes evaluation.json and one file of rollouts."""
     settings = recipe.read(config)
     logs.record_run(workdir, command.config_json(config), logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
-        chat = make_chat(settings, tools)
-        path = settings.problems_path
+        path, part = settings.problems_path, settings.evaluate
         problems = read_problems(path) if path else eval_problems(settings)
-        part = settings.evaluate
-        agent = make_agent(settings, chat, tools, part.samples, part.temperature, part.reply_start)
-        mesh = make_mesh(settings.mesh)
-        params = starting_params(settings.source, settings.model, mesh, settings.seed)
-        agent.sampler.load(params)
+        agent = loaded_agent(settings, tools, part.samples, part.temperature, part.reply_start)
         with logs.Logs(workdir, 1) as log:
             with log.phase("evaluate", len(problems) * part.samples, 0) as advance:
                 result = judge_policy(settings, agent, problems, 0, advance)
             log.trajectories(0, result.rows)
             log.note(sentence(result.summary))
-    write_json(workdir / "evaluation.json", {**result.summary, "rows": result.verdicts})
+    logs.write_json(workdir / "evaluation.json", {**result.summary, "rows": result.verdicts})
 
 
 def sentence(summary: dict[str, Any]) -> str:
@@ -137,13 +141,6 @@ def sentence(summary: dict[str, Any]) -> str:
     names = ("avg", "pass", "maj")
     parts = [f"{name}@{k} {overall[f'{name}_at_k']['value']:.3f}" for name in names]
     return "  ".join([*parts, f"call share {overall['call_share']['value']:.3f}"])
-
-
-def write_json(path: Path, content: Any) -> None:
-    """The file appears whole or not at all."""
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
 
 
 if __name__ == "__main__":

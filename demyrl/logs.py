@@ -236,6 +236,11 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     _replace(path, "".join(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows))
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file; it appears whole or not at all. NaN becomes null."""
+    _replace(path, json.dumps(_plain(content), allow_nan=False, indent=1) + "\n")
+
+
 def record_run(
     workdir: str | Path,
     config_json: str,

@@ -16,11 +16,9 @@ from typing import Any
 from demyrl import command, logs, recipe
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems, write_problems
-from demyrl.evaluate import judge_policy, make_agent, make_chat, write_json
-from demyrl.model.sharding import make_mesh
+from demyrl.evaluate import judge_policy, loaded_agent
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem
-from demyrl.weights import starting_params
 
 CANDIDATES = 17  # added to the seed: other training problems than those of the demonstrations
 
@@ -54,14 +52,8 @@ def select_problems(config: Any, workdir: Path) -> None:
     logs.record_run(workdir, command.config_json(config), logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
-        chat = make_chat(settings, tools)
         part = settings.select
-        temperature = settings.rollout.sampler.temperature
-        agent = make_agent(settings, chat, tools, part.samples, temperature)
-        params = starting_params(
-            settings.source, settings.model, make_mesh(settings.mesh), settings.seed
-        )
-        agent.sampler.load(params)
+        agent = loaded_agent(settings, tools, part.samples, settings.rollout.sampler.temperature)
         problems = candidates(settings)
         with logs.Logs(workdir, 1) as log:
             with log.phase("select", len(problems) * part.samples, 0) as advance:
@@ -76,7 +68,7 @@ def select_problems(config: Any, workdir: Path) -> None:
             f"step takes {settings.train.problems}. Raise select.problems, or start from a model "
             "that solves more of them (fewer, if it solves all)."
         )
-    write_json(workdir / "pass_rates.json", rates)
+    logs.write_json(workdir / "pass_rates.json", rates)
     write_problems(workdir / "pool.jsonl", kept)
 
 

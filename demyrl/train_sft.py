@@ -173,12 +173,28 @@ class Sft:
         ]
         return float(np.mean(copied))
 
-    def note_probe(self, step: int, copied: float) -> None:
+    def cool_down(self, step: int, copied: float) -> None:
         """Begins the cool-down when the probe is good enough or the steps run out."""
         part = self.settings.sft
         late = step >= part.max_steps - part.cooldown_steps
         if self.cooling_from is None and (copied >= part.probe_enough or late):
             self.cooling_from = step
+
+    def run(self, workdir: Path) -> None:
+        """All steps from the newest checkpoint on; leaves metrics.jsonl and checkpoints."""
+        part = self.settings.sft
+        step, copied = self.resume(workdir), 0.0
+        with logs.Logs(workdir, part.max_steps, step) as log:
+            while not self.finished(step):
+                numbers = self.step(step)
+                step += 1
+                if step % part.probe_every == 0:
+                    copied = numbers["sft/probe_copy"] = self.probe()
+                self.cool_down(step, copied)
+                log.numbers(step - 1, numbers)
+                if step % part.save_every == 0 or self.finished(step):
+                    self.save(workdir, step, keep=2)
+            log.note(f"SFT: {step} steps; held-out episodes copied right: {self.probe():.2f}")
 
 
 def train_sft(config: Any, workdir: Path) -> None:
@@ -187,22 +203,7 @@ def train_sft(config: Any, workdir: Path) -> None:
     logs.record_run(workdir, command.config_json(config), logs.environment(), ("sft.save_every",))
     command.enable_compilation_cache()
     chat = make_chat(settings, ToolBox(settings.tools))
-    sft = Sft(settings, read_conversations(settings, chat), probe_set(settings, chat))
-    part = settings.sft
-    step = sft.resume(workdir)
-    with logs.Logs(workdir, part.max_steps, step) as log:
-        with log.phase("sft", part.max_steps, step) as advance:
-            while not sft.finished(step):
-                numbers = sft.step(step)
-                step += 1
-                if step % part.probe_every == 0:
-                    numbers["sft/probe_copy"] = sft.probe()
-                    sft.note_probe(step, numbers["sft/probe_copy"])
-                log.numbers(step - 1, numbers)
-                advance(1)
-                if step % part.save_every == 0 or sft.finished(step):
-                    sft.save(workdir, step, keep=2)
-        log.note(f"SFT ended after {step} steps; held-out episodes copied right: {sft.probe():.2f}")
+    Sft(settings, read_conversations(settings, chat), probe_set(settings, chat)).run(workdir)
 
 
 if __name__ == "__main__":

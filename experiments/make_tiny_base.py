@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from demyrl import command, logs, recipe
+from demyrl import command, recipe
 from demyrl.data.generators import Task, tasks
 from demyrl.evaluate import load_tokenizer
 from demyrl.model.hf import builtin_folder, save_checkpoint
@@ -93,18 +93,7 @@ def make_tiny_base(config: Any, workdir: Path) -> None:
         list(chats(settings, chat, settings.collect.count, settings.seed)),
         list(probes(settings, chat, settings.sft.probe_count, settings.seed)),
     )
-    step = sft.resume(workdir)
-    with logs.Logs(workdir, settings.sft.max_steps, step) as log:
-        while not sft.finished(step):
-            numbers = sft.step(step)
-            step += 1
-            if step % settings.sft.probe_every == 0:
-                numbers["sft/probe_copy"] = sft.probe()
-                sft.note_probe(step, numbers["sft/probe_copy"])
-            log.numbers(step - 1, numbers)
-            if step % settings.sft.save_every == 0:
-                sft.save(workdir, step, keep=1)
-        log.note(f"{step} steps; copied right: {sft.probe():.3f}")
+    sft.run(workdir)
     params = jax.device_get(sft.state.params)
     save_checkpoint(builtin_folder("builtin:tiny"), params, settings.model)
 

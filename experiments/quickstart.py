@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from demyrl.evaluate import write_json
+from demyrl.logs import write_json
 
 CONFIG = "configs/grpo_tcr.py:tiny"
 
