@@ -58,7 +58,7 @@ def tiny() -> dict:
             "delay_s": 0.0,
         },
         "problems": {
-            "path": "",  # a file of problems; "" makes them
+            "path": "",  # a file of training problems; "" makes them
             "families": FAMILIES,
             "digits": 2,
             "terms": 3,
@@ -105,6 +105,7 @@ def tiny() -> dict:
             "max_gap": 1e-4,  # mean |sampler - trainer| log-prob beyond which a run won't start
         },
         "evaluate": {
+            "problems": "",  # a file of held-out problems; "" makes them
             "samples": 8,
             "temperature": 1.0,
             "reply_start": "",  # text put before every first reply

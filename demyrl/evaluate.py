@@ -26,9 +26,10 @@ from demyrl.rollout.sampler import Sampler
 from demyrl.text.chat import Chat
 from demyrl.text.tokenizer import load_tokenizer
 from demyrl.tools.toolbox import ToolBox
-from demyrl.types import Problem, Reward
+from demyrl.types import Problem, Reward, Trajectory
 from demyrl.weights import starting_params
 
+MOST_SANDBOX_ERRORS = 0.2  # share of trajectories; beyond it a stage stops
 EVALUATION = 1_000_000  # added to the step that seeds the draws: never those of training
 
 
@@ -62,7 +63,10 @@ def make_agent(
 
 
 def eval_problems(settings: recipe.Recipe) -> list[Problem]:
-    """The held-out problems: the same for every seed, disjoint from all training problems."""
+    """The problems of `evaluate.problems`, or the built-in held-out ones: the same for every seed,
+    and disjoint from all built-in training problems."""
+    if settings.evaluate.problems:
+        return read_problems(settings.evaluate.problems)
     return [task.problem for task in tasks(settings.problems, "eval", settings.eval_count, 0)]
 
 
@@ -75,6 +79,20 @@ def grade_all(
         grade(problems[i // samples], trajectory, settings.reward)
         for i, trajectory in enumerate(rollout.trajectories)
     ]
+
+
+def refuse_broken_sandbox(trajectories: Sequence[Trajectory]) -> None:
+    """Raises RuntimeError when the sandbox failed in more than a fifth of the trajectories."""
+    failures = [
+        next((r.output for r in t.results if r.status == "sandbox_error"), None)
+        for t in trajectories
+    ]
+    broken = [failure for failure in failures if failure is not None]
+    if len(broken) > MOST_SANDBOX_ERRORS * len(trajectories):
+        raise RuntimeError(
+            f"the sandbox failed in {len(broken)} of {len(trajectories)} trajectories, so their "
+            f"rewards would mislead. The last failure said: {broken[-1]}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +111,14 @@ def judge_policy(
     step: int,
     advance: Callable[[int], None] = lambda finished: None,
 ) -> Evaluation:
-    """Samples every problem with the weights the agent's sampler holds, grades and counts."""
+    """Samples every problem with the weights the agent's sampler holds, grades and counts.
+
+    Samples that could not be graded are counted apart, and the summary leaves their problems out.
+    Raises RuntimeError when the sandbox fails too often for that.
+    """
     root = jax.random.key(settings.seed)
-    rollout = agent.roll_out(problems, root, EVALUATION + step, step, advance)
+    rollout = agent.roll_out(problems, root, EVALUATION + step, 0, advance)
+    refuse_broken_sandbox(rollout.trajectories)
     rewards = grade_all(settings, problems, rollout)
     samples = len(rollout.trajectories) // len(problems)
     triples = [
@@ -104,7 +127,11 @@ def judge_policy(
     ]
     verdicts = [verdict_row(*triple) for triple in triples]
     rows = [row_of(*triple, agent.chat, agent.tools.isolation) for triple in triples]
-    return Evaluation(summarize(verdicts, samples), verdicts, rows)
+    spoilt = {verdict["problem_id"] for verdict in verdicts if not verdict["graded"]}
+    whole = [verdict for verdict in verdicts if verdict["problem_id"] not in spoilt]
+    ungraded = sum(not verdict["graded"] for verdict in verdicts)
+    summary = {**summarize(whole, samples), "ungraded": ungraded}
+    return Evaluation(summary, verdicts, rows)
 
 
 def loaded_agent(
@@ -124,8 +151,7 @@ def evaluate(config: Any, workdir: Path) -> None:
     logs.record_run(workdir, command.config_json(config), logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
-        path, part = settings.problems_path, settings.evaluate
-        problems = read_problems(path) if path else eval_problems(settings)
+        part, problems = settings.evaluate, eval_problems(settings)
         agent = loaded_agent(settings, tools, part.samples, part.temperature, part.reply_start)
         with logs.Logs(workdir, 1) as log:
             with log.phase("evaluate", len(problems) * part.samples, 0) as advance:

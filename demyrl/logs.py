@@ -80,6 +80,9 @@ METRICS: dict[str, str] = {
 }
 
 
+BEFORE_WORK = {"config.json", "environment.json", "tensorboard", "stage.json"}
+
+
 def documented_as(name: str) -> str | None:
     """The key of METRICS that explains `name`, or None: `eval/math/avg_at_8` is under
     `eval/<domain>/avg_at_k`."""
@@ -145,6 +148,10 @@ class Logs:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """What the timer has counted since the last `numbers`."""
+        return self._seconds.get(name, 0.0)
 
     @contextlib.contextmanager
     def phase(
@@ -249,14 +256,15 @@ def record_run(
 ) -> None:
     """Save the config, and append the environment of this start to `environment.json`.
 
-    Raises ValueError when the workdir holds another config, with each key that differs; keys in
-    `ignore` (dotted) may change between two starts.
+    Raises ValueError when the workdir holds work of another config, with each key that differs;
+    keys in `ignore` (dotted) may change between two starts. A start that failed before it left any
+    work binds nobody.
     """
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / "config.json"
     config = json.loads(config_json)
-    if path.exists():
+    if path.exists() and {child.name for child in workdir.iterdir()} - BEFORE_WORK:
         _require_same(workdir, json.loads(path.read_text()), config, ignore)
     _replace(path, json.dumps(config, indent=2) + "\n")
     path = workdir / "environment.json"

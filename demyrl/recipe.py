@@ -69,6 +69,7 @@ class SelectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
+    problems: str
     samples: int
     temperature: float
     reply_start: str
@@ -150,6 +151,7 @@ def read(config: Any) -> Recipe:
         pack=frozen(PackConfig, c["train"]["pack"]),
     )
     generators.check(problems, "eval", recipe.eval_count)
+    check_ranges(recipe)
     check_rows(recipe)
     check_lengths(recipe)
     return recipe
@@ -220,6 +222,8 @@ def check_keys(c: dict) -> None:
 
 
 COUNTS = {
+    "problems": ("eval_count",),
+    "collect": ("count", "in_flight"),
     "sft": ("rows_per_step", "max_steps", "probe_every", "probe_count", "save_every"),
     "rollout": ("slots", "decode_steps", "extend_rows", "turn_tokens", "turns"),
     "evaluate": ("samples",),
@@ -238,6 +242,37 @@ def check_counts(c: dict) -> None:
     for key, count in counts.items():
         if count < 1:
             raise ValueError(f"{key} is {count}: use at least 1.")
+
+
+def check_ranges(recipe: Recipe) -> None:
+    """Single values that would make no sense, or run for ever."""
+    rollout, sft, episode = recipe.rollout, recipe.sft, recipe.rollout.episode
+    wrong = {
+        f"rollout.early_return is {rollout.early_return}: it is a share, so give 0 to 1.": (
+            not 0 <= rollout.early_return <= 1
+        ),
+        f"rollout.max_gap is {rollout.max_gap}: give what the run may tolerate, above 0.": (
+            rollout.max_gap <= 0
+        ),
+        f"rollout.extend_lengths is {rollout.sampler.extend_lengths}: lengths start at 1.": (
+            rollout.sampler.extend_lengths[0] < 1
+        ),
+        f"rollout.calls is {episode.calls} and rollout.output_tokens is {episode.output_tokens}: "
+        "neither can be negative.": min(episode.calls, episode.output_tokens) < 0,
+        f"evaluate.temperature is {recipe.evaluate.temperature}: use 0 (greedy) or more.": (
+            recipe.evaluate.temperature < 0
+        ),
+        f"train.eval_every is {recipe.train.eval_every}: use 0 for never.": (
+            recipe.train.eval_every < 0
+        ),
+        f"sft.cooldown_steps is {sft.cooldown_steps}, sft.probe_every {sft.probe_every} and "
+        f"sft.max_steps {sft.max_steps}: the cool-down and a probe must fit in the steps.": (
+            not 1 <= sft.cooldown_steps <= sft.max_steps or sft.probe_every > sft.max_steps
+        ),
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(message)
 
 
 def check_rows(recipe: Recipe) -> None:

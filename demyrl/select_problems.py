@@ -32,10 +32,11 @@ def candidates(settings: recipe.Recipe) -> list[Problem]:
 
 
 def pass_rates(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of right samples of each problem id."""
+    """Share of right samples among the graded ones of each problem id."""
     right = defaultdict(list)
     for verdict in verdicts:
-        right[verdict["problem_id"]].append(verdict["correct"])
+        if verdict["graded"]:
+            right[verdict["problem_id"]].append(verdict["correct"])
     return {problem_id: sum(each) / len(each) for problem_id, each in right.items()}
 
 
@@ -61,14 +62,14 @@ def select_problems(config: Any, workdir: Path) -> None:
             log.trajectories(0, result.rows)
             rates = pass_rates(result.verdicts)
             log.note(f"pass rates: {dict(Counter(map(difficulty, rates.values())))}")
-    kept = [problem for problem in problems if 0 < rates[problem.id] < 1]
+    logs.write_json(workdir / "pass_rates.json", rates)
+    kept = [problem for problem in problems if 0 < rates.get(problem.id, 0) < 1]
     if len(kept) < settings.train.problems:
         raise ValueError(
             f"only {len(kept)} of {len(problems)} problems have a pass rate between 0 and 1, and a "
             f"step takes {settings.train.problems}. Raise select.problems, or start from a model "
             "that solves more of them (fewer, if it solves all)."
         )
-    logs.write_json(workdir / "pass_rates.json", rates)
     write_problems(workdir / "pool.jsonl", kept)
 
 

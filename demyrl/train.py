@@ -19,7 +19,14 @@ from demyrl import checkpoint, command, logs, recipe
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems
 from demyrl.data.stream import ProblemStream
-from demyrl.evaluate import eval_problems, grade_all, judge_policy, make_agent, make_chat
+from demyrl.evaluate import (
+    eval_problems,
+    grade_all,
+    judge_policy,
+    make_agent,
+    make_chat,
+    refuse_broken_sandbox,
+)
 from demyrl.learn.advantages import group_advantages
 from demyrl.learn.batch import Example, pack, token_weights, unpack
 from demyrl.learn.loss import grpo_loss
@@ -38,19 +45,27 @@ from demyrl.weights import starting_params
 
 MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s")
 PROBLEMS_WITHOUT_POOL = 2000
-MOST_SANDBOX_ERRORS = 0.2  # share of trajectories of a step; beyond it the run stops
+SHARES = (  # of the weight that was run through the model
+    "loss/clipped_low",
+    "loss/clipped_high",
+    "loss/dual_clipped",
+    "loss/kl_to_old",
+)
 
 
 class Rl:
     """One RL run: its data, agent, programs and state."""
 
-    def __init__(self, settings: recipe.Recipe, tools: ToolBox):
-        self.settings = settings
+    def __init__(self, settings: recipe.Recipe, tools: ToolBox, config_json: str):
+        self.settings, self.config_json = settings, config_json
         part = settings.train
         self.chat = make_chat(settings, tools)
         temperature = settings.rollout.sampler.temperature
         self.agent = make_agent(settings, self.chat, tools, part.samples, temperature)
-        self.stream = ProblemStream(training_problems(settings), part.problems, settings.seed)
+        problems = training_problems(settings)
+        for problem in problems:
+            self.agent.prompt(problem)  # refuses what does not fit, before any step
+        self.stream = ProblemStream(problems, part.problems, settings.seed)
         self.mesh = make_mesh(settings.mesh)
         optimizer = make_optimizer(settings.optimizer, settings.model)
         self.programs = make_programs(
@@ -74,7 +89,7 @@ class Rl:
         return restored.step
 
     def save(self, workdir: Path, step: int) -> None:
-        extra = {"stream": self.stream.state()}
+        extra = {"stream": self.stream.state(), "config": self.config_json}
         checkpoint.save(workdir, step, self.state, extra, self.settings.train.keep)
 
     def step(self, step: int, log: logs.Logs) -> dict[str, float]:
@@ -86,19 +101,19 @@ class Rl:
             version = int(self.state.step)
             rollout = self.agent.roll_out(problems, self.root, step, version, tick)
         rewards = grade_all(self.settings, problems, rollout)
-        self.refuse_broken_sandbox(rollout.trajectories)
+        log.trajectories(step, self.rows(step, problems, rollout.trajectories, rewards))
+        refuse_broken_sandbox(rollout.trajectories)
         with log.timer("score"):
             old_logprobs, numbers = self.score(rollout.trajectories)
-        advantages = group_advantages(totals(rewards, part.samples)).reshape(-1)
         with log.timer("update"), log.phase("update", part.updates, step) as tick:
-            trained = self.updates(rollout.trajectories, advantages, old_logprobs, tick)
-        log.trajectories(step, self.rows(step, problems, rollout.trajectories, rewards))
+            trained = self.updates(step, rollout.trajectories, rewards, old_logprobs, tick)
         return (
             reward_numbers(rewards, part.samples)
             | rollout_numbers(rollout.trajectories)
             | rollout.numbers
             | numbers
             | trained
+            | throughput(rollout.trajectories, trained["optim/trained_tokens"], log)
         )
 
     def score(self, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], dict]:
@@ -131,15 +146,20 @@ class Rl:
         self.gap_checked = True
         return logprobs, numbers
 
-    def updates(self, trajectories, advantages, old_logprobs, tick) -> dict[str, float]:
+    def updates(self, step, trajectories, rewards, old_logprobs, tick) -> dict[str, float]:
         """The step's updates, each on whole groups; the mean of their numbers.
 
-        Trajectories with advantage 0 count in the token weights but have no gradient, so they are
-        not run through the model. An update without any other trajectory is left out.
+        Token weights are shared out among all graded trajectories of an update. Those with
+        advantage 0 have no gradient, so they are not run through the model; those that could not be
+        graded have no weight at all. An update without any other trajectory is left out.
         """
         part, collected, tokens = self.settings.train, [], 0
+        advantages = group_advantages(totals(rewards, part.samples)).reshape(-1)
         for u in range(part.updates):
-            chosen = [i for i in range(len(trajectories)) if i // part.samples % part.updates == u]
+            group_of = [i // part.samples for i in range(len(trajectories))]
+            chosen = [
+                i for i, g in enumerate(group_of) if g % part.updates == u and rewards[i].graded
+            ]
             masks = [trajectories[i].sampled for i in chosen]
             weights = token_weights(masks, self.settings.aggregation)
             examples = [
@@ -148,7 +168,7 @@ class Rl:
                 if advantages[i] != 0
             ]
             if examples:
-                collected.append(self.update(examples))
+                collected.append(self.update(examples, step * part.updates + u))
                 tokens += sum(int((e.weights > 0).sum()) for e in examples)
             tick(1)
         names = collected[0] if collected else {}
@@ -158,23 +178,15 @@ class Rl:
             "optim/trained_tokens": float(tokens),
         }
 
-    def update(self, examples: Sequence[Example]) -> dict[str, float]:
+    def update(self, examples: Sequence[Example], number: int) -> dict[str, float]:
+        """One optimizer application; `number` counts updates, left-out ones too, for the rate."""
         packed = pack(examples, self.settings.pack)
         batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
-        rate = learning_rate(self.settings.optimizer, int(self.state.step))
+        rate = learning_rate(self.settings.optimizer, number)
         self.state, numbers = update(self.programs, self.loss, self.state, batches, rate)
-        return {**jax.device_get(numbers), "optim/learning_rate": rate}
-
-    def refuse_broken_sandbox(self, trajectories: Sequence[Trajectory]) -> None:
-        broken = [any(r.status == "sandbox_error" for r in t.results) for t in trajectories]
-        if np.mean(broken) > MOST_SANDBOX_ERRORS:
-            example = next(
-                r.output for t in trajectories for r in t.results if r.status == "sandbox_error"
-            )
-            raise RuntimeError(
-                f"the sandbox failed in {np.mean(broken):.0%} of this step's trajectories, so "
-                f"training stops before it learns from that. The last failure said: {example}"
-            )
+        run = sum(float(e.weights.sum()) for e in examples)
+        numbers = {name: float(x) for name, x in jax.device_get(numbers).items()}
+        return numbers | {n: numbers[n] / run for n in SHARES} | {"optim/learning_rate": rate}
 
     def rows(
         self,
@@ -204,6 +216,17 @@ def totals(rewards: Sequence[Reward], samples: int) -> np.ndarray:
     return np.array([r.total if r.graded else np.nan for r in rewards]).reshape(-1, samples)
 
 
+def throughput(
+    trajectories: Sequence[Trajectory], trained_tokens: float, log: logs.Logs
+) -> dict[str, float]:
+    """Tokens sampled, and tokens trained on, each over the seconds of its part of the step."""
+    sampled = sum(t.sampled_len for t in trajectories)
+    return {
+        "throughput/sampled_tokens_per_s": sampled / log.seconds("rollout"),
+        "throughput/trained_tokens_per_s": trained_tokens / log.seconds("update"),
+    }
+
+
 def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
     """Held-out accuracy of the current weights, in the names of `logs.METRICS`."""
     problems = eval_problems(rl.settings)
@@ -220,11 +243,12 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
 def train(config: Any, workdir: Path) -> None:
     """The stage: leaves checkpoints, metrics.jsonl and rollouts/ in the workdir."""
     settings = recipe.read(config)
-    logs.record_run(workdir, command.config_json(config), logs.environment(), MAY_CHANGE)
+    config_json = command.config_json(config)
+    logs.record_run(workdir, config_json, logs.environment(), MAY_CHANGE)
     part = settings.train
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
-        rl = Rl(settings, tools)
+        rl = Rl(settings, tools, config_json)
         first = rl.resume(workdir)
         with logs.Logs(workdir, part.steps, first) as log:
             for step in range(first, part.steps):

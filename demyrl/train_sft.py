@@ -107,9 +107,10 @@ class Sft:
         settings: recipe.Recipe,
         conversations: Sequence[Conversation],
         probes: Sequence[Conversation],
+        config_json: str,
     ):
         part = settings.sft
-        self.settings = settings
+        self.settings, self.config_json = settings, config_json
         self.conversations, self.probes = conversations, probes
         self.stream = RowStream(len(self.conversations), part.rows_per_step, settings.seed)
         self.mesh = make_mesh(settings.mesh)
@@ -132,7 +133,11 @@ class Sft:
         return restored.step
 
     def save(self, workdir: Path, step: int, keep: int) -> None:
-        extra = {"stream": self.stream.state(), "cooling_from": self.cooling_from}
+        extra = {
+            "stream": self.stream.state(),
+            "cooling_from": self.cooling_from,
+            "config": self.config_json,
+        }
         checkpoint.save(workdir, step, self.state, extra, keep)
 
     def finished(self, step: int) -> bool:
@@ -200,10 +205,12 @@ class Sft:
 def train_sft(config: Any, workdir: Path) -> None:
     """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
     settings = recipe.read(config)
-    logs.record_run(workdir, command.config_json(config), logs.environment(), ("sft.save_every",))
+    config_json = command.config_json(config)
+    logs.record_run(workdir, config_json, logs.environment(), ("sft.save_every",))
     command.enable_compilation_cache()
     chat = make_chat(settings, ToolBox(settings.tools))
-    Sft(settings, read_conversations(settings, chat), probe_set(settings, chat)).run(workdir)
+    conversations, probes = read_conversations(settings, chat), probe_set(settings, chat)
+    Sft(settings, conversations, probes, config_json).run(workdir)
 
 
 if __name__ == "__main__":

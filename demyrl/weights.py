@@ -47,4 +47,5 @@ def params_of_run(folder: Path, model: ModelConfig, sharding: Params) -> Params:
     restored = checkpoint.restore_params(folder, abstract)
     if restored is None:
         raise ValueError(f"model.source is {str(folder)!r}, but no intact checkpoint is in it.")
+    print(f"weights of {folder}, step {restored.step}", flush=True)
     return restored.state

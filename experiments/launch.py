@@ -15,7 +15,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from rich.table import Table
 from demyrl import command
 from demyrl.analysis.figures import compare
 from demyrl.logs import read_rows
+from experiments.quickstart import run_child
 
 FIGURES = {
     "reward/avg_at_g": "Right answers in training",
@@ -137,10 +137,6 @@ def check_start(common: Mapping[str, Any]) -> None:
             )
 
 
-def run_process(words: Command) -> int:
-    return subprocess.run([sys.executable, *words]).returncode
-
-
 def run_stage(words: Command, workdir: Path, runner: Runner) -> None:
     """Runs a command unless it has finished in its workdir before.
 
@@ -159,7 +155,7 @@ def run_stage(words: Command, workdir: Path, runner: Runner) -> None:
     mark.write_text(json.dumps(words))
 
 
-def run_all(runs: Sequence[Run], runner: Runner = run_process) -> None:
+def run_all(runs: Sequence[Run], runner: Runner = run_child) -> None:
     """Trains and evaluates whatever has not finished yet, one after another."""
     for run in runs:
         run_stage(run.train, run.workdir, runner)
@@ -284,7 +280,7 @@ def common_settings(options: argparse.Namespace) -> dict[str, Any]:
     return common
 
 
-def launch(options: argparse.Namespace, runner: Runner = run_process) -> None:
+def launch(options: argparse.Namespace, runner: Runner = run_child) -> None:
     """Shows the experiment, or runs it; raises ValueError for what the user got wrong."""
     experiment = load(options.name)
     workdir = options.workdir or Path("runs") / experiment.name

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from demyrl import command, recipe
+from demyrl import command, logs, recipe
 from demyrl.data.generators import Task, tasks
 from demyrl.evaluate import load_tokenizer
 from demyrl.model.hf import builtin_folder, save_checkpoint
@@ -58,13 +58,15 @@ def chats(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> Iterato
     waiting = tasks(settings.problems, "train", count * 2, seed)
     for _ in range(count):
         messages: list[Message] = []
+        fitting = None
         for kind in rng.choices(list(SHARES), SHARES.values(), k=rng.randint(1, MOST_TURNS)):
             asked, said = exchange(rng.choice(waiting), kind, rng)
             longer = [*messages, Message("user", asked), Message("assistant", said)]
             made = as_conversation(chat, longer, 0)
             if len(made.tokens) <= settings.sft_pack.row_tokens:
                 messages, fitting = longer, made
-        yield fitting
+        if fitting is not None:
+            yield fitting
 
 
 def probes(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> Iterator[Conversation]:
@@ -87,11 +89,14 @@ def probes(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> Iterat
 def make_tiny_base(config: Any, workdir: Path) -> None:
     """Trains until the probe passes, cools down, and writes demyrl/assets/tiny."""
     settings = recipe.read(config)
+    config_json = command.config_json(config)
+    logs.record_run(workdir, config_json, logs.environment())
     chat = Chat(load_tokenizer(settings.tokenizer), [])
     sft = Sft(
         settings,
         list(chats(settings, chat, settings.collect.count, settings.seed)),
         list(probes(settings, chat, settings.sft.probe_count, settings.seed)),
+        config_json,
     )
     sft.run(workdir)
     params = jax.device_get(sft.state.params)

@@ -44,20 +44,34 @@ def stages(root: Path, seed: int, changes: list[str]) -> dict[str, list[str]]:
     }
 
 
-def run_stage(name: str, command: list[str], root: Path) -> float:
-    """Runs a stage unless an earlier start finished it; its seconds."""
-    done = root / name / "seconds.json"
-    if done.is_file():
-        return json.loads(done.read_text())
-    done.parent.mkdir(parents=True, exist_ok=True)
-    print(f"\n$ python {' '.join(command)}", flush=True)
+def run_child(words: list[str]) -> int:
+    """The exit code of a Python process; Ctrl-C reaches it too, and it is given time to stop."""
+    child = subprocess.Popen([sys.executable, *words])
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def run_stage(name: str, words: list[str], root: Path) -> float:
+    """Runs a stage unless the same command has finished before; its seconds over all starts."""
+    mark = root / name / "stage.json"
+    before = json.loads(mark.read_text()) if mark.is_file() else {}
+    if before.get("finished") and before["command"] == words:
+        return before["seconds"]
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    print(f"\n$ python {' '.join(words)}", flush=True)
     started = time.perf_counter()
-    code = subprocess.run([sys.executable, *command]).returncode
+    code = run_child(words)
+    spent = 0.0 if before.get("finished") else before.get("seconds", 0.0)
+    seconds = round(spent + time.perf_counter() - started, 1)
+    write_json(mark, {"command": words, "seconds": seconds, "finished": not code})
     if code:
-        print(f"\nThe stage {name} ended with exit code {code}; the quickstart stops here.")
+        print(
+            f"\nStopped in stage {name} (exit code {code}). The same command again goes on there."
+        )
         sys.exit(code)
-    seconds = round(time.perf_counter() - started, 1)
-    write_json(done, seconds)
     return seconds
 
 

@@ -78,7 +78,8 @@ def test_candidates_are_training_problems_other_than_those_demonstrated():
 
 def test_the_pass_rate_is_the_share_of_right_samples():
     rows = [("a", True), ("a", False), ("b", False), ("b", False), ("a", True), ("a", True)]
-    verdicts = [{"problem_id": name, "correct": right} for name, right in rows]
+    verdicts = [{"problem_id": name, "graded": True, "correct": right} for name, right in rows]
+    verdicts.append({"problem_id": "a", "graded": False, "correct": False})
     assert pass_rates(verdicts) == {"a": 0.75, "b": 0.0}
 
 

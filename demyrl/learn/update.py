@@ -36,6 +36,18 @@ class OptimizerConfig:
     weight_decay: float
     clip_norm: float  # of the whole gradient
 
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0 or self.clip_norm <= 0:
+            raise ValueError(
+                f"learning_rate is {self.learning_rate} and clip_norm is {self.clip_norm}: both "
+                "must be above 0, or no update changes anything."
+            )
+        if self.warmup_updates < 0 or self.decay_updates < 0:
+            raise ValueError(
+                f"warmup_updates is {self.warmup_updates} and decay_updates is "
+                f"{self.decay_updates}: neither can be negative."
+            )
+
 
 def learning_rate(config: OptimizerConfig, update: int) -> float:
     """The rate of update 0, 1, ...: linear warm-up, then a cosine to the final share."""

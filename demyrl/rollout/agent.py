@@ -101,7 +101,13 @@ class Agent:
         samples = np.tile(np.arange(count, dtype=np.int32), len(problems))
         keys = np.asarray(episode_keys(root, np.int32(step), names, samples))
         return [
-            Episode(problems[i // count].id, i % count, prompts[i // count], keys[i])
+            Episode(
+                problems[i // count].id,
+                i % count,
+                prompts[i // count],
+                keys[i],
+                self.config.reply_start,
+            )
             for i in range(len(problems) * count)
         ]
 

@@ -36,10 +36,12 @@ class Tools(Protocol):
 class Episode:
     """The tokens, marks and calls of one sample of one problem, from prompt to stop.
 
-    The cache of its row holds all tokens but the last; `unfed` counts what the row still lacks.
+    The cache of its row holds all tokens but the last.
     """
 
-    def __init__(self, problem_id: str, sample: int, prompt: Sequence[int], key: Any):
+    def __init__(
+        self, problem_id: str, sample: int, prompt: Sequence[int], key: Any, reply_start: str = ""
+    ):
         self.problem_id, self.sample, self.key = problem_id, sample, key
         self.prompt_len = len(prompt)
         self.tokens = list(prompt)
@@ -52,6 +54,7 @@ class Episode:
         self.pending: list[Future[ToolResult]] = []
         self.stops: list[TurnStop] = []
         self.stop: Stop | None = None
+        self.reply_start = reply_start  # words of the first reply that stand in the prompt
         self.reply = ""
 
     def budget(self, config: EpisodeConfig) -> int:
@@ -86,7 +89,7 @@ class Episode:
     def end_turn(self, ended: bool, chat: Chat, tools: Tools, config: EpisodeConfig) -> None:
         """Reads the turn that just ended: an answer, calls to submit, or a limit."""
         body = self.tokens[self.turn_start : len(self.tokens) - ended]
-        self.reply = chat.tokenizer.decode(body)
+        self.reply = ("" if self.turn else self.reply_start) + chat.tokenizer.decode(body)
         if not ended:
             full = len(self.tokens) >= config.context
             self.finish("context_full" if full else "turn_length", "length")
