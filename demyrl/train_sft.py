@@ -61,14 +61,21 @@ def read_conversations(settings: recipe.Recipe, chat: Chat) -> list[Conversation
             "'messages' a line, such as collect's real.jsonl."
         )
     most = settings.rollout.episode.output_tokens
-    rows = [messages_from_row(row) for row in logs.read_rows(path)]
-    all_rows = [as_conversation(chat, messages, most) for messages in rows]
+    all_rows = []
+    for number, row in enumerate(logs.read_rows(path), start=1):
+        try:
+            all_rows.append(as_conversation(chat, messages_from_row(row), most))
+        except ValueError as error:
+            raise ValueError(f"{path}, row {number}: {error}") from error
     fitting = [c for c in all_rows if len(c.tokens) <= settings.sft_pack.row_tokens]
     if not fitting:
         raise ValueError(
             f"none of the {len(all_rows)} conversations in {path} fits in sft.pack.row_tokens = "
             f"{settings.sft_pack.row_tokens}."
         )
+    if len(fitting) < len(all_rows):
+        left_out = len(all_rows) - len(fitting)
+        print(f"{left_out} of {len(all_rows)} conversations are longer than a row: left out")
     return fitting
 
 

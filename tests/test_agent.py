@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -218,3 +220,11 @@ def test_the_log_of_compilations_is_seen():
 def test_a_decode_budget_never_leads_past_the_context():
     for t in roll(make_agent(slots=3)).trajectories:
         assert len(t.tokens) <= LIMITS.context
+
+
+def test_the_start_of_a_reply_is_prompt_to_the_cache_and_reply_to_the_grader():
+    agent = scripted([chat().tokenizer.encode("4}") + [chat().end_tokens[0]]], samples=2)
+    agent.config = dataclasses.replace(agent.config, reply_start="\\boxed{")
+    t = roll(agent, PROBLEMS[:1]).trajectories[0]
+    assert t.reply == "\\boxed{4}"
+    assert t.sampled_len == 3

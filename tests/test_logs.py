@@ -200,12 +200,19 @@ def test_a_config_is_saved_as_it_is(tmp_path):
 
 def test_another_config_is_refused_with_each_key_that_differs(tmp_path):
     logs.record_run(tmp_path, '{"loss": {"clip_high": 0.28, "clip_low": 0.2}}', {})
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError) as error:
         logs.record_run(tmp_path, '{"loss": {"clip_high": 0.3, "clip_low": 0.2}, "seed": 1}', {})
     message = str(error.value)
     assert "loss.clip_high is 0.28 there, 0.3 here" in message
     assert "seed is absent there, 1 here" in message
     assert "clip_low" not in message
+
+
+def test_a_start_that_left_no_work_binds_nobody(tmp_path):
+    logs.record_run(tmp_path, '{"isolation": "bwrap"}', {})
+    logs.record_run(tmp_path, '{"isolation": "unsafe"}', {})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"isolation": "unsafe"}
 
 
 def test_an_ignored_key_may_change_and_is_saved(tmp_path):

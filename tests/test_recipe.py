@@ -75,6 +75,25 @@ REFUSED = {
         {"sft__decay_updates": 5},
         "sft has no key 'decay_updates'",
     ),
+    "waiting for more rows than there are": (
+        {"rollout__early_return": 1.5},
+        "rollout.early_return is 1.5: it is a share",
+    ),
+    "an empty chunk": ({"rollout__extend_lengths": (0, 32)}, "extend_lengths is .*lengths start"),
+    "fewer than no tokens": (
+        {"rollout__output_tokens": -1},
+        "rollout.output_tokens is -1: neither can be negative",
+    ),
+    "a gap nothing keeps": ({"rollout__max_gap": 0.0}, "rollout.max_gap is 0.0"),
+    "a temperature below greedy": ({"evaluate__temperature": -1.0}, "evaluate.temperature is -1"),
+    "a cool-down longer than the run": (
+        {"sft__cooldown_steps": 900},
+        "sft.cooldown_steps is 900, .* must fit in the steps",
+    ),
+    "a probe that never comes": ({"sft__probe_every": 1000}, "sft.probe_every 1000"),
+    "no held-out problem": ({"problems__eval_count": 0}, "problems.eval_count is 0: use at least"),
+    "a rate that goes uphill": ({"optimizer__learning_rate": -1.0}, "learning_rate is -1.0"),
+    "an evaluation in the past": ({"train__eval_every": -3}, "eval_every is -3: use 0 for never"),
     "a mistyped section": ({"rewards": {}}, "the config has no key 'rewards'"),
 }
 
