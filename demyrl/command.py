@@ -4,7 +4,7 @@
         --workdir=runs/x
 
 What a user can get wrong ends in a message and exit code 2, Ctrl-C in 130, a bug in a traceback.
-JAX is not loaded here, so `--help` answers at once.
+JAX is not loaded here.
 """
 
 import dataclasses
@@ -127,18 +127,6 @@ def frozen(cls: type[Section], section: Mapping[str, Any] | ConfigDict, **more: 
 def config_json(config: ConfigDict) -> str:
     """The config as JSON, the same for equal configs."""
     return json.dumps(_plain(config), sort_keys=True, indent=2) + "\n"
-
-
-def config_changes(saved: str, config: ConfigDict) -> list[str]:
-    """What differs from a config saved by `config_json`, one "key: then -> now" per value."""
-    before = dict(_flat(json.loads(saved)))
-    now = dict(_flat(json.loads(config_json(config))))
-    absent = "absent"
-    return [
-        f"{key}: {before.get(key, absent)} -> {now.get(key, absent)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key, absent) != now.get(key, absent)
-    ]
 
 
 def enable_compilation_cache() -> None:

@@ -229,15 +229,6 @@ def test_equal_configs_have_equal_json():
     assert command.config_json(one) == command.config_json(other)
 
 
-def test_changes_since_a_saved_config_are_listed_by_key():
-    saved = command.config_json(ConfigDict({"a": 1, "b": {"c": 0.2, "d": (1,)}}))
-    now = ConfigDict({"a": 1, "b": {"c": 0.28, "d": (1,)}})
-    assert command.config_changes(saved, now) == ["b.c: 0.2 -> 0.28"]
-
-
-# Compiled programs
-
-
 def test_a_cache_folder_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DEMYRL_CACHE", str(tmp_path / "file"))
