@@ -17,6 +17,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +156,24 @@ def run_stage(words: Command, workdir: Path, runner: Runner) -> None:
     mark.write_text(json.dumps(words))
 
 
-def run_all(runs: Sequence[Run], runner: Runner = run_child) -> None:
-    """Trains and evaluates whatever has not finished yet, one after another."""
-    for run in runs:
+def run_all(runs: Sequence[Run], runner: Runner = run_child, jobs: int = 1) -> None:
+    """Trains and evaluates whatever has not finished yet, `jobs` runs at a time.
+
+    The first failure ends the launch; runs in progress come to their end, others do not begin.
+    """
+
+    def run_one(run: Run) -> None:
         run_stage(run.train, run.workdir, runner)
         run_stage(run.evaluate, run.evaluation, runner)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(run_one, run) for run in runs]
+        try:
+            for future in as_completed(waiting):
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def shown(words: Command) -> str:
@@ -257,6 +271,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("name", help=f"one of {', '.join(names_there())}")
     parser.add_argument("--run", action="store_true", help="run it; without, only show it")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, help="training steps of each run")
     parser.add_argument("--workdir", type=Path, help="runs/NAME unless given")
     parser.add_argument("--base-run", type=Path, default=Path("runs/quickstart"))
@@ -285,14 +300,16 @@ def launch(options: argparse.Namespace, runner: Runner = run_child) -> None:
     experiment = load(options.name)
     workdir = options.workdir or Path("runs") / experiment.name
     common = common_settings(options)
-    if options.seeds < 1:
-        raise ValueError(f"--seeds is {options.seeds}: use at least 1.")
+    if options.seeds < 1 or options.jobs < 1:
+        raise ValueError(
+            f"--seeds is {options.seeds} and --jobs is {options.jobs}: use at least 1 of each."
+        )
     runs = runs_of(experiment, workdir, range(options.seeds), common)
     if not options.run:
         print_plan(experiment, runs)
         return
     check_start(common)
-    run_all(runs, runner)
+    run_all(runs, runner, options.jobs)
     summary = summarize(experiment, runs)
     if (options.base_run / "eval_sft" / "evaluation.json").is_file():
         summary["start"] = held_out(options.base_run / "eval_sft")
