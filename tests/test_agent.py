@@ -10,7 +10,16 @@ from demyrl.model.transformer import output_embedding
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.types import Message, ToolCall
 from tests.test_sampler import whole_pass
-from tests.tiny import LIMITS, FakeTools, ScriptedSampler, chat, make_agent, params, problem
+from tests.tiny import (
+    LIMITS,
+    FakeTools,
+    ScriptedSampler,
+    chat,
+    compilations,
+    make_agent,
+    params,
+    problem,
+)
 
 ROOT = jax.random.key(0)
 PROBLEMS = [problem(i) for i in range(3)]
@@ -196,25 +205,22 @@ def test_an_episode_can_be_replayed_alone():
     assert tokens_of(roll(make_agent(slots=2), PROBLEMS[1:2])) == want
 
 
-def test_a_second_rollout_compiles_nothing(caplog):
+def test_a_rollout_compiles_each_program_once_for_each_rung_of_its_ladder():
+    agent = scripted_by_key(slots=7, decode_steps=3)
+    with compilations() as first:
+        roll(agent)
+        roll(agent, step=1)
+    counts = {name: first.count(name) for name in ("decode", "extend", "copy_rows")}
+    assert counts["decode"] <= 1 and counts["copy_rows"] <= 1
+    assert 1 <= counts["extend"] <= len(agent.sampler.config.extend_lengths)
+
+
+def test_a_second_rollout_compiles_nothing():
     agent = scripted_by_key(slots=4)
     roll(agent)
-    with jax.log_compiles(), caplog.at_level("WARNING"):
+    with compilations() as found:
         roll(agent, step=1)
-    assert "Compiling" not in caplog.text
-
-
-def test_the_log_of_compilations_is_seen():
-    import logging
-
-    seen = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())
-    logging.getLogger("jax").addHandler(handler)
-    with jax.log_compiles():
-        jax.jit(lambda x: x * 3 + 1)(np.float32(1))
-    logging.getLogger("jax").removeHandler(handler)
-    assert any("Compiling" in message for message in seen)
+    assert found == []
 
 
 def test_a_decode_budget_never_leads_past_the_context():
