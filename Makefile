@@ -1,12 +1,12 @@
 # make quickstart   the whole chain on this machine's CPU, into runs/quickstart (SEED=3 for another)
-# make test         the test suite (ARGS=-x to pass options on to pytest)
+# make test         the test suite on two cores (ARGS=-x for other options of pytest)
 # make lint         style and format, without changing anything
 # make clean        removes what these made, but not runs/
 
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
-ARGS ?=
+ARGS ?= -n 2 --dist loadscope
 
 .PHONY: quickstart test lint clean
 

@@ -69,7 +69,7 @@ def test_the_tokens_do_not_depend_on_slots_steps_or_early_return(slots, steps, e
     assert got == want
 
 
-@given(st.integers(1, 7), st.sampled_from([1, 5, 40]), st.integers(0, 3))
+@given(st.sampled_from([1, 4]), st.sampled_from([1, 4]), st.integers(0, 3))
 @settings(max_examples=6, deadline=None)
 def test_tool_latency_does_not_change_an_episode(slots, steps, seed):
     want = tokens_of(roll(scripted_by_key(slots=9, decode_steps=40)))
@@ -206,7 +206,7 @@ def test_an_episode_can_be_replayed_alone():
 
 
 def test_a_rollout_compiles_each_program_once_for_each_rung_of_its_ladder():
-    agent = scripted_by_key(slots=7, decode_steps=3)
+    agent = scripted_by_key(slots=11, decode_steps=3)  # shapes that no other test uses
     with compilations() as first:
         roll(agent)
         roll(agent, step=1)
