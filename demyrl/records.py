@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from demyrl.learn.advantages import EQUAL, spread
 from demyrl.rewards.grade import vote_of
 from demyrl.text.chat import Chat
 from demyrl.types import Problem, Reward, Trajectory
@@ -93,8 +94,6 @@ def reward_numbers(rewards: Sequence[Reward], samples: int) -> dict[str, float]:
     correct = np.array([r.correct for r in rewards]).reshape(-1, samples) & graded
     share = correct.sum(1) / np.maximum(graded.sum(1), 1)
     known = graded.any(1)
-    high = np.where(graded, totals, -np.inf).max(1)
-    low = np.where(graded, totals, np.inf).min(1)
     overlong = [r.overlong for r in rewards if r.graded]
     return {
         "reward/mean": float(totals[graded].mean()) if graded.any() else float("nan"),
@@ -102,7 +101,7 @@ def reward_numbers(rewards: Sequence[Reward], samples: int) -> dict[str, float]:
         "reward/correct": float(correct.sum() / max(graded.sum(), 1)),
         "reward/avg_at_g": mean(share[known]),
         "reward/pass_at_g": mean(share[known] > 0),
-        "reward/equal_groups": mean((high - low)[known] <= 1e-6),
+        "reward/equal_groups": mean(spread(totals)[known] <= EQUAL),
         "reward/solved_none": mean(share[known] == 0),
         "reward/solved_all": mean(share[known] == 1),
         "reward/ungraded": float((~graded).sum()),

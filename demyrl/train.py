@@ -155,11 +155,9 @@ class Rl:
         """
         part, collected, tokens = self.settings.train, [], 0
         advantages = group_advantages(totals(rewards, part.samples)).reshape(-1)
+        update_of = [i // part.samples % part.updates for i in range(len(trajectories))]
         for u in range(part.updates):
-            group_of = [i // part.samples for i in range(len(trajectories))]
-            chosen = [
-                i for i, g in enumerate(group_of) if g % part.updates == u and rewards[i].graded
-            ]
+            chosen = [i for i, of in enumerate(update_of) if of == u and rewards[i].graded]
             masks = [trajectories[i].sampled for i in chosen]
             weights = token_weights(masks, self.settings.aggregation)
             examples = [
