@@ -29,8 +29,8 @@ class Batch:
 class KVCache:
     """Keys and values of B slots, one array a layer so that decoding can update each in place."""
 
-    keys: tuple[Float[Array, "B S K H"], ...]
-    values: tuple[Float[Array, "B S K H"], ...]
+    keys: tuple[Float[Array, "B K S H"], ...]
+    values: tuple[Float[Array, "B K S H"], ...]
 
 
 @struct.dataclass

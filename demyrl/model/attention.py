@@ -2,18 +2,28 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 NEVER = -1e30  # a score that softmax turns into exactly 0 without making a row of only these NaN
+
+
+def frequencies(head_dim: int, theta: float) -> Float[np.ndarray, " half"]:
+    """How far one position turns each pair of channels, in radians: theta^(-2i/H).
+
+    Exponent, power and inverse are rounded to float32 one by one, as in transformers. Rounded
+    otherwise they differ in the last digit, of which position 32,767 makes 2e-3 radians.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    return np.float32(1) / powers
 
 
 def rotate(
     x: Float[Array, "B C N H"], positions: Int[Array, "B C"], theta: float
 ) -> Float[Array, "B C N H"]:
     """Channels i and i + H/2 turned by position * theta^(-2i/H), as Qwen's weights expect."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies(x.shape[-1], theta)
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -22,16 +32,16 @@ def rotate(
 
 def attend(
     q: Float[Array, "B C N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
     visible: Bool[Array, "B C S"],
 ) -> Float[Array, "B C N H"]:
     """Grouped-query attention of C new tokens over S slots; softmax in float32."""
-    q_BCKRH = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]) * q.shape[-1] ** -0.5
-    scores_BKRCS = jnp.einsum("bckrh,bskh->bkrcs", q_BCKRH, k).astype(jnp.float32)
+    q_BCKRH = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1]) * q.shape[-1] ** -0.5
+    scores_BKRCS = jnp.einsum("bckrh,bksh->bkrcs", q_BCKRH, k).astype(jnp.float32)
     scores_BKRCS = jnp.where(visible[:, None, None], scores_BKRCS, NEVER)
     probs_BKRCS = jax.nn.softmax(scores_BKRCS, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkrcs,bskh->bckrh", probs_BKRCS, v).reshape(q.shape)
+    return jnp.einsum("bkrcs,bksh->bckrh", probs_BKRCS, v).reshape(q.shape)
 
 
 def attend_segments(
@@ -43,4 +53,5 @@ def attend_segments(
     """Causal attention within each segment of packed rows."""
     order = jnp.arange(q.shape[1])
     visible = segments[:, :, None] == segments[:, None, :]
-    return attend(q, k, v, visible & (order[:, None] >= order[None, :]))
+    k_BKTH, v_BKTH = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return attend(q, k_BKTH, v_BKTH, visible & (order[:, None] >= order[None, :]))

@@ -2,10 +2,13 @@
 
 import dataclasses
 
+AUTO = "auto"  # to be replaced by what the platform is fast at, before anything is computed
+DTYPES = ("float32", "bfloat16", AUTO)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Qwen3-style decoder; with `attention_bias` and without `qk_norm` it is a Qwen2."""
+    """A decoder: Qwen3 with `qk_norm`, Qwen2 with `attention_bias`, Llama with neither."""
 
     vocab: int
     width: int
@@ -17,9 +20,10 @@ class ModelConfig:
     rope_theta: float
     norm_eps: float
     qk_norm: bool
-    attention_bias: bool
+    attention_bias: bool  # of query, key and value, as in Qwen2
     tied_embeddings: bool
-    dtype: str  # of activations and of the sampling copy: "float32" or "bfloat16"
+    max_positions: int  # the longest sequence the weights were made for; 0: not known
+    dtype: str  # of activations and of the sampling copy: one of DTYPES
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -33,5 +37,5 @@ class ModelConfig:
                 f"model.head_dim is {self.head_dim}: rotary positions turn pairs of channels, so "
                 "it must be even."
             )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"model.dtype is {self.dtype!r}: use 'float32' or 'bfloat16'.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype is {self.dtype!r}: use one of {', '.join(DTYPES)}.")

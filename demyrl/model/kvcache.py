@@ -14,7 +14,7 @@ from demyrl.model.config import ModelConfig
 
 def empty_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """Zeros for `rows` sequences of up to `slots` tokens, in the compute dtype."""
-    shape = (rows, slots, config.kv_heads, config.head_dim)
+    shape = (rows, config.kv_heads, slots, config.head_dim)
 
     def zeros() -> tuple[Array, ...]:
         return tuple(jnp.zeros(shape, config.dtype) for _ in range(config.layers))
@@ -23,13 +23,13 @@ def empty_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
 
 
 def write(
-    cached: Float[Array, "B S K H"],
+    cached: Float[Array, "B K S H"],
     new: Float[Array, "R C K H"],
     rows: Int[Array, " R"],
     slots: Int[Array, "R C"],
-) -> Float[Array, "B S K H"]:
-    """The cache with new[r, c] at [rows[r], slots[r, c]]; entries out of range are dropped."""
-    return cached.at[rows[:, None], slots].set(new.astype(cached.dtype), mode="drop")
+) -> Float[Array, "B K S H"]:
+    """The cache with new[r, c] at [rows[r], :, slots[r, c]]; entries out of range are dropped."""
+    return cached.at[rows[:, None], :, slots].set(new.astype(cached.dtype), mode="drop")
 
 
 def copy_rows(

@@ -131,7 +131,8 @@ def close_block(
     layer: Params, x: Float[Array, "B C D"], attended: Float[Array, "B C N H"], config: ModelConfig
 ) -> Float[Array, "B C D"]:
     """The rest of a block after attention: output projection, then the gated feed forward."""
-    x_BCD = x + jnp.einsum("bcnh,nhd->bcd", attended, layer["out"].astype(x.dtype))
+    out = layer["out"].astype(x.dtype)
+    x_BCD = x + attended.reshape(*x.shape[:2], -1) @ out.reshape(-1, x.shape[-1])
     y_BCD = rms_norm(x_BCD, layer["mlp_norm"], config.norm_eps)
     gate_BCF = jax.nn.silu(y_BCD @ layer["gate"].astype(x.dtype))
     up_BCF = y_BCD @ layer["up"].astype(x.dtype)
