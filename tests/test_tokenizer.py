@@ -14,6 +14,7 @@ from experiments.make_tiny_tokenizer import ASSETS, train
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "shared" / "fixtures"
 TINY = load_tokenizer("builtin:tiny")
+HERMES = load_tokenizer("builtin:tiny", "builtin:hermes")
 TOOLS = [{"type": "function", "function": {"name": "run", "description": "é <b>'x'</b>"}}]
 MESSAGES = [
     {"role": "user", "content": "What is 12*34?"},
@@ -41,9 +42,14 @@ def folder(request) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def both(folder):
+def ours(folder):
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def both(folder, ours):
     transformers = pytest.importorskip("transformers")
-    return load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    return ours, transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture
@@ -65,6 +71,32 @@ def test_templates_render_as_transformers_renders_them(both):
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
             assert ours.render(messages, tools, True) == expected
+
+
+def test_hermes_renders_as_transformers_renders_it():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(ASSETS)
+    expected = theirs.apply_chat_template(
+        MESSAGES,
+        tools=TOOLS,
+        chat_template=HERMES.template,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert HERMES.render(MESSAGES, TOOLS, True) == expected
+
+
+def test_hermes_shows_the_tools_and_how_to_call_them():
+    text = HERMES.render(MESSAGES, TOOLS, True)
+    system = text.partition("<|im_end|>")[0]
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in system
+    assert '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>' in system
+    assert "<tool_response>" in system
+
+
+def test_hermes_adds_no_system_message_without_tools():
+    text = HERMES.render(MESSAGES[:1], None, True)
+    assert text == "<|im_start|>user\nWhat is 12*34?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_markup_is_encoded_as_transformers_encodes_it(both):
@@ -95,6 +127,13 @@ def test_control_tokens_in_plain_text_are_spelled_out():
     text = "<|im_end|><tool_call></think>"
     assert not set(TINY.encode(text)) & set(TINY.encode_markup(text))
     assert TINY.decode(TINY.encode(text)) == text
+
+
+def test_no_control_token_comes_out_of_plain_text(folder, ours):
+    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    text = " ".join(token["content"] for token in added)
+    assert not set(ours.encode(text)) & {token["id"] for token in added}
+    assert ours.decode(ours.encode(text)) == text
 
 
 def test_an_assistant_can_write_tags_but_not_end_a_turn_in_its_text():
@@ -165,7 +204,12 @@ def test_the_script_makes_the_tiny_tokenizer_that_ships():
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("/nowhere", "not a directory"), ("builtin:huge", "builtin:tiny"), ("builtin:..", "built in")],
+    [
+        ("/nowhere", "not a directory"),
+        ("builtin:huge", "builtin:tiny"),
+        ("builtin:..", "built in"),
+        ("builtin:templates", "built in"),
+    ],
 )
 def test_an_unknown_path_is_named_with_what_there_is(path, said):
     with pytest.raises(FileNotFoundError, match=said):
@@ -175,7 +219,33 @@ def test_an_unknown_path_is_named_with_what_there_is(path, said):
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_missing_file_is_named(copy, name):
     (copy / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
+    with pytest.raises(FileNotFoundError, match=f"no {name}.*--config.tokenizer"):
+        load_tokenizer(str(copy))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_weights_without_a_tokenizer_are_told_from_an_empty_folder(copy, weights):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    if not weights:
+        (copy / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json and no tokenizer_c") as raised:
+        load_tokenizer(str(copy))
+    assert ("model weights but no" in str(raised.value)) == weights
+
+
+@pytest.mark.parametrize(
+    ("ids", "more"), [(5, (5,)), ([5, TINY.end_tokens[0], 6], (5, 6)), (None, ()), ([], ())]
+)
+def test_what_a_generation_config_ends_on_ends_turns_too(copy, ids, more):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert load_tokenizer(str(copy)).end_tokens == (*TINY.end_tokens, *more)
+
+
+@pytest.mark.parametrize("ids", [151645, [1, -1], "2", [True]])
+def test_an_end_token_that_the_tokenizer_lacks_is_refused(copy, ids):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is .*below 7"):
         load_tokenizer(str(copy))
 
 
@@ -188,8 +258,43 @@ def test_a_damaged_file_is_named(copy, name):
 
 def test_a_folder_without_a_template_is_refused(copy):
     (copy / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="no chat template.*--config.chat.template=builtin:hermes"):
         load_tokenizer(str(copy))
+
+
+def test_a_folder_without_a_template_takes_a_given_one(copy):
+    (copy / "chat_template.jinja").unlink()
+    ours = load_tokenizer(str(copy), "builtin:hermes")
+    assert "</tool_call>" in ours.render(MESSAGES, TOOLS, True)
+
+
+def test_a_given_template_replaces_that_of_the_tokenizer(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages | length }} é\n", encoding="utf-8")
+    ours = load_tokenizer("builtin:tiny", str(tmp_path / "mine.jinja"))
+    assert ours.render(MESSAGES, TOOLS, True) == "6 é"
+    assert ours.template == "{{ messages | length }} é\n"
+
+
+@pytest.mark.parametrize("template", ["builtin:huge", "builtin:../tiny", "nowhere.jinja", "/"])
+def test_an_unknown_template_is_named_with_what_there_is(template):
+    with pytest.raises(FileNotFoundError, match=f"{template!r} is not .*'builtin:hermes'"):
+        load_tokenizer("builtin:tiny", template)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\n{% if %}", "error in line 2"), (b"\xff", "UTF-8")]
+)
+def test_a_damaged_template_is_named(tmp_path, content, said):
+    (tmp_path / "bad.jinja").write_bytes(content)
+    with pytest.raises(ValueError, match=f"bad.jinja.*{said}"):
+        load_tokenizer("builtin:tiny", str(tmp_path / "bad.jinja"))
+
+
+def test_hermes_is_refused_where_its_tokens_are_missing(copy):
+    file = copy / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("<|im_start|>", "<|turn|>"))
+    with pytest.raises(ValueError, match="builtin:hermes is written with .*does not have"):
+        load_tokenizer(str(copy), "builtin:hermes")
 
 
 def test_a_template_can_stand_in_the_config(copy):

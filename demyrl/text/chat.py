@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from demyrl.text.pieces import Glue, Pieces, find_pieces
+from demyrl.text.pieces import Glue, Pieces, ToolPieces, find_pieces, without_tool_support
 from demyrl.text.tokenizer import Tokenizer
 from demyrl.types import Message, ToolCall
 
@@ -37,18 +37,22 @@ PROBE = (
     Message("tool", "Four."),
     Message("assistant", "", (ToolCall("one", {}),)),
     Message("tool", ""),
+    Message("assistant", "<think>\nCheck\n</think>", (ToolCall("one", {}),)),
+    Message("tool", "4"),
     Message("assistant", "Answer"),
     Message("user", "Another"),
     Message("assistant", "Last."),
 )
+PROBE_OF_WORDS = (*PROBE[:1], Message("assistant", PROBE[1].text), *PROBE[-2:])
 
 
 class Chat:
     """The conversations of one tokenizer and one set of tools, as tokens.
 
-    Raises ValueError when pieces joined one by one differ from the template's rendering of the
-    whole, as with templates that rewrite earlier turns. `keep=True` accepts that: what the policy
-    has seen then stays as it was.
+    Raises ValueError when there are tools and the template does not support them, and when pieces
+    joined one by one differ from the template's rendering of the whole, as with templates that
+    rewrite earlier turns. `keep=True` accepts the latter: what the policy has seen then stays as it
+    was. A first prompt is the template's rendering in any case.
     """
 
     def __init__(
@@ -59,22 +63,25 @@ class Chat:
         self._pieces: Pieces = find_pieces(tokenizer, self._tools)
         self._note = tokenizer.encode(CUT_NOTE)
         self.end_tokens: tuple[int, ...] = tokenizer.end_tokens
+        probe = PROBE if self._pieces.tools else PROBE_OF_WORDS
+        self._prove_prompt(probe[0])
         if not keep:
-            self._prove(PROBE)
+            self._prove(probe)
 
     def prompt(self, text: str) -> list[int]:
         """Everything before the first token of the first reply."""
         return self._join([self._pieces.start, self._pieces.user_reply], [text])
 
+    def next_user(self, text: str) -> list[int]:
+        """Everything between an end-of-turn token and the first token of the reply to text."""
+        return self._join([self._pieces.reply_user, self._pieces.user_reply], [text])
+
     def assistant(self, message: Message) -> list[int]:
         """What a policy samples to say this, the end-of-turn token included."""
-        pieces, text = self._pieces, message.text
-        for index, call in enumerate(message.calls):
-            opening = pieces.call_open if text else pieces.call_open_bare
-            text += (pieces.call_next if index else opening) + call.name
-            text += pieces.call_middle + json.dumps(call.arguments, ensure_ascii=False)
-        text += pieces.call_close if message.calls else ""
-        return [*self.tokenizer.encode_written(text), pieces.end]
+        text = message.text
+        if message.calls:
+            text += self._tool_pieces().calls(text, message.calls)
+        return [*self.tokenizer.encode_written(text), self._pieces.end]
 
     def tool_results(self, outputs: Sequence[str], max_tokens: int) -> list[int]:
         """Everything between a turn's end-of-turn token and the first token of the next reply.
@@ -124,9 +131,15 @@ class Chat:
                 texts = []
 
     def _results(self, outputs: Sequence[str], max_tokens: int | None) -> list[int]:
-        pieces = self._pieces
+        pieces = self._tool_pieces()
         between = [pieces.result_result] * (len(outputs) - 1)
         return self._join([pieces.reply_result, *between, pieces.result_reply], outputs, max_tokens)
+
+    def _tool_pieces(self) -> ToolPieces:
+        if self._pieces.tools is None:
+            reason = "it cannot write the calls and results of this conversation."
+            raise ValueError(without_tool_support(self.tokenizer, reason))
+        return self._pieces.tools
 
     def _join(
         self, glues: Sequence[Glue], texts: Sequence[str], max_tokens: int | None = None
@@ -167,6 +180,15 @@ class Chat:
                 return tokens[cut:]
         return tokens
 
+    def _prove_prompt(self, question: Message) -> None:
+        """Raises ValueError unless a first prompt is what the template renders."""
+        prompt = self.tokenizer.render(message_dicts([question]), self._tools, True)
+        if fault := self._difference(self.prompt(question.text), prompt, exact=True):
+            raise ValueError(
+                f"the chat template of {self.tokenizer.origin} does not only append: for a single "
+                f"question {fault}. Use another template (--config.chat.template=FILE)."
+            )
+
     def _prove(self, messages: Sequence[Message]) -> None:
         """Raises ValueError unless the template renders every prefix as the pieces have it."""
         seen: list[int] = []
@@ -184,18 +206,24 @@ class Chat:
             self._compare(f"everything up to message {reply}", seen, whole, exact=False)
 
     def _compare(self, what: str, seen: list[int], rendered: str, exact: bool) -> None:
+        if fault := self._difference(seen, rendered, exact):
+            raise ValueError(
+                f"the chat template of {self.tokenizer.origin} does not only append: for {what} of "
+                f"a test conversation {fault}. Use a template without such rewriting "
+                "(--config.chat.template=FILE), or chat.keep=True (--config.chat.keep=True) to "
+                "train on what the policy has seen."
+            )
+
+    def _difference(self, seen: list[int], rendered: str, exact: bool) -> str:
+        """Where what was seen leaves what is rendered, in words; "" when it does not."""
         tokens = self.tokenizer.encode_markup(rendered)
         if tokens == seen or (not exact and tokens[: len(seen)] == seen):
-            return
+            return ""
         ours = self.tokenizer.decode(seen)
         at = len(os.path.commonprefix([ours, rendered]))
         around = slice(max(0, at - 30), at + 50)
-        raise ValueError(
-            f"the chat template does not only append: for {what} of a test conversation it gives "
-            f"{rendered[around]!r} where the policy has seen {ours[around]!r}"
-            f"{' in other tokens' if at == len(ours) else ''}. Use a template without such "
-            "rewriting, or keep=True to train on what the policy has seen."
-        )
+        other = " in other tokens" if at == len(ours) else ""
+        return f"it gives {rendered[around]!r} where the policy has seen {ours[around]!r}{other}"
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -19,18 +19,32 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BUILTIN = "builtin:"
+HERMES = BUILTIN + "hermes"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+CHATML = ("<|im_start|>", "<|im_end|>")
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>")
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def load_tokenizer(path: str) -> "Tokenizer":
+def load_tokenizer(path: str, template: str = "") -> "Tokenizer":
     """The tokenizer of a directory, or the one that ships with demyrl: "builtin:tiny".
 
-    Raises FileNotFoundError or ValueError that name what is missing or unreadable.
+    Its chat template is its own, or the one given: "builtin:hermes" or the path of a jinja file.
+    Tokens that the directory's generation_config.json ends on end turns too. Raises
+    FileNotFoundError or ValueError that name what is missing or unreadable.
     """
     folder = _folder(path)
+    fast = _fast_tokenizer(folder / "tokenizer.json")
     config = _read_json(folder / "tokenizer_config.json")
-    return Tokenizer(_fast_tokenizer(folder / "tokenizer.json"), config, _template(folder, config))
+    ends = _generation_ends(folder / "generation_config.json", fast.get_vocab_size())
+    file = _template_file(template) if template else folder / "chat_template.jinja"
+    text = _read_text(file) if template or file.is_file() else _template_in(config, folder, fast)
+    if template == HERMES and not _has_chatml(fast):
+        raise ValueError(
+            f"the template {HERMES} is written with {' and '.join(CHATML)}, which tokenizer {path} "
+            "does not have. Use its own template, or a file with one in its tokens."
+        )
+    return Tokenizer(fast, config, text, template or str(folder), ends)
 
 
 class Tokenizer:
@@ -40,19 +54,29 @@ class Tokenizer:
     cannot end a turn or fake a call. Only templates go through `encode_markup`.
     """
 
-    def __init__(self, fast: tokenizers.Tokenizer, config: dict[str, Any], template: str):
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        template: str,
+        origin: str = "the tokenizer",
+        ends: Sequence[int] = (),
+    ) -> None:
         added = fast.get_added_tokens_decoder()
         self._fast = fast
         self._plain = _without_added_tokens(fast)
         self._markup = {token.content: id for id, token in added.items()}
         self._tags = _any_of([t.content for t in added.values() if not t.special])
         named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
-        self._names = {name: token for name, token in named.items() if token is not None}
-        self._template = _compile(template)
+        self._named = {name: token for name, token in named.items() if token is not None}
+        self._compiled = _compile(template, origin)
+        self.template = template
+        self.origin = origin  # where the template comes from
+        self.has_chatml = _has_chatml(fast)
         self.markup_pattern = _any_of(list(self._markup))
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
-        self.end_tokens: tuple[int, ...] = _end_tokens(fast, self._names.get("eos_token"))
-        pad = self._names.get("pad_token", END_OF_TURN[-1])
+        self.end_tokens: tuple[int, ...] = _end_tokens(fast, self._named.get("eos_token"), ends)
+        pad = self._named.get("pad_token", END_OF_TURN[-1])
         self.pad: int = self._markup.get(pad, self.end_tokens[-1])
 
     def encode(self, text: str) -> list[int]:
@@ -88,52 +112,68 @@ class Tokenizer:
     ) -> str:
         """The chat template's text; raises ValueError where the template refuses."""
         try:
-            return self._template.render(
+            return self._compiled.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._names,
+                **self._named,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             roles = ", ".join(str(each.get("role")) for each in messages)
-            raise ValueError(f"the chat template refuses messages of {roles}: {error}") from error
+            raise ValueError(
+                f"the chat template of {self.origin} refuses messages of {roles}: {error}"
+            ) from error
 
 
 def _folder(path: str) -> pathlib.Path:
-    if not path.startswith(BUILTIN):
-        folder = pathlib.Path(path).expanduser()
-        if folder.is_dir():
-            return folder
+    """The folder of a tokenizer, with all the files that it needs."""
+    if path.startswith(BUILTIN):
+        known = {
+            BUILTIN + file.parent.name: file.parent for file in _assets().glob(f"*/{FILES[0]}")
+        }
+        if path in known:
+            return known[path]
+        raise FileNotFoundError(f"tokenizer {path!r} is not built in; there is {', '.join(known)}.")
+    folder = pathlib.Path(path).expanduser()
+    if not folder.is_dir():
         raise FileNotFoundError(
-            f"tokenizer {path!r} is not a directory. Give a folder that holds tokenizer.json and "
-            f"tokenizer_config.json, or '{BUILTIN}tiny'."
+            f"tokenizer {path!r} is not a directory. Give a folder that holds "
+            f"{' and '.join(FILES)}, or '{BUILTIN}tiny'."
         )
-    assets = pathlib.Path(str(importlib.resources.files("demyrl"))) / "assets"
-    known = {BUILTIN + each.name: each for each in assets.iterdir() if each.is_dir()}
-    if path in known:
-        return known[path]
-    raise FileNotFoundError(f"tokenizer {path!r} is not built in; there is {', '.join(known)}.")
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if not missing:
+        return folder
+    weights = "model weights but " if any(folder.glob("*.safetensors")) else ""
+    raise FileNotFoundError(
+        f"{folder} has {weights}no {' and no '.join(missing)}. Copy the tokenizer files of the "
+        "model's original repository there, or name another folder with --config.tokenizer=DIR. "
+        "A slow tokenizer becomes a fast one with transformers' save_pretrained."
+    )
+
+
+def _assets() -> pathlib.Path:
+    return pathlib.Path(str(importlib.resources.files("demyrl"))) / "assets"
+
+
+def _read_text(file: pathlib.Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error}).") from error
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file} is missing; a tokenizer folder needs it.") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Fetch the tokenizer again.") from error
+        content = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON ({error}). Fetch the file again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, expected a JSON object.")
     return content
 
 
 def _fast_tokenizer(file: pathlib.Path) -> tokenizers.Tokenizer:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is missing. Only fast tokenizers are supported: save this one with "
-            "transformers' save_pretrained first."
-        )
     try:
         fast = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
@@ -147,19 +187,55 @@ def _fast_tokenizer(file: pathlib.Path) -> tokenizers.Tokenizer:
     return fast
 
 
-def _template(folder: pathlib.Path, config: dict[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _generation_ends(file: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text according to a generation config; none where there is no file."""
+    ids = _read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if all(type(each) is int and 0 <= each < vocab_size for each in ids):
+        return tuple(ids)
+    raise ValueError(
+        f"{file}: eos_token_id is {ids!r:.80}, expected ids below {vocab_size}, the size of the "
+        "tokenizer. Use the files of one model."
+    )
+
+
+def _template_file(template: str) -> pathlib.Path:
+    """The file of a template that was asked for by name or path."""
+    if template.startswith(BUILTIN):
+        files = (_assets() / "templates").glob("*.jinja")
+        known = {BUILTIN + file.stem: file for file in files}
+        if template in known:
+            return known[template]
+        there_is = f"is not built in; there is {', '.join(known)}"
+    else:
+        file = pathlib.Path(template).expanduser()
+        if file.is_file():
+            return file
+        there_is = "is not a file"
+    raise FileNotFoundError(
+        f"chat template {template!r} {there_is}. Give the path of a jinja file, '{HERMES}', or '' "
+        "for the tokenizer's own."
+    )
+
+
+def _template_in(config: dict[str, Any], folder: pathlib.Path, fast: tokenizers.Tokenizer) -> str:
+    """The template in a tokenizer's config."""
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     if isinstance(template, str):
         return template
+    builtin = f" or --config.chat.template={HERMES}" if _has_chatml(fast) else ""
     raise ValueError(
         f"{folder} has no chat template: neither chat_template.jinja nor a chat_template in "
-        "tokenizer_config.json. Use the tokenizer of an instruct model."
+        f"tokenizer_config.json. Use the tokenizer of an instruct model{builtin}, or name a jinja "
+        "file with --config.chat.template=FILE."
     )
+
+
+def _has_chatml(fast: tokenizers.Tokenizer) -> bool:
+    added = {token.content for token in fast.get_added_tokens_decoder().values()}
+    return added.issuperset(CHATML)
 
 
 def _without_added_tokens(fast: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -178,9 +254,11 @@ def _any_of(literals: list[str]) -> re.Pattern[str]:
     return re.compile("(" + ("|".join(map(re.escape, longest_first)) or r"(?!)") + ")")
 
 
-def _end_tokens(fast: tokenizers.Tokenizer, eos: str | None) -> tuple[int, ...]:
+def _end_tokens(
+    fast: tokenizers.Tokenizer, eos: str | None, more: Sequence[int]
+) -> tuple[int, ...]:
     ids = [fast.token_to_id(token) for token in (*END_OF_TURN, *([eos] if eos else []))]
-    known = tuple(dict.fromkeys(id for id in ids if id is not None))
+    known = tuple(dict.fromkeys(id for id in (*ids, *more) if id is not None))
     if not known:
         raise ValueError(
             f"the tokenizer has none of {', '.join(END_OF_TURN)} and no eos_token, so no turn "
@@ -200,7 +278,7 @@ def _content(token: Any) -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _compile(template: str) -> jinja2.Template:
+def _compile(template: str, origin: str) -> jinja2.Template:
     """The template in the environment that transformers gives it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -211,9 +289,9 @@ def _compile(template: str) -> jinja2.Template:
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template has an error in line {error.lineno}: {error}.") from (
-            error
-        )
+        raise ValueError(
+            f"the chat template of {origin} has an error in line {error.lineno}: {error}."
+        ) from error
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
