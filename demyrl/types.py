@@ -35,7 +35,7 @@ class Problem:
     domain: Domain
     prompt: str  # what the user says, without instructions about tools
     answer: str  # what `grader` compares with; never shown to the policy
-    grader: str  # which function of `rewards` judges it: "number" | "text" | "expression"
+    grader: str  # which function of `rewards` judges it: number | text | expression | reasoning_gym
 
 
 @dataclasses.dataclass(frozen=True)

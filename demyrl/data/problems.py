@@ -13,7 +13,7 @@ from typing import Any, get_args
 from demyrl.types import Domain, Problem
 
 DOMAINS: tuple[str, ...] = get_args(Domain)
-GRADERS = ("number", "text", "expression")
+GRADERS = ("number", "text", "expression", "reasoning_gym")
 FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 ABILITIES: dict[str, Domain] = {"math": "math", "science": "science"}
 
@@ -42,7 +42,8 @@ def read_problems(path: Path | str) -> list[Problem]:
     """The problems of a file that `write_problems` wrote, in its order.
 
     Raises ValueError, naming file and line, for a file that cannot be read or is empty, a row that
-    is not a problem, and an id that occurs twice.
+    is not a problem, and an id that occurs twice; and, naming the file, when problems of
+    reasoning-gym cannot be judged here.
     """
     problems, seen = [], {}
     for line, row in json_lines(Path(path)):
@@ -54,6 +55,9 @@ def read_problems(path: Path | str) -> list[Problem]:
         problems.append(problem)
     if not problems:
         raise ValueError(f"{path} holds no problems: expected one JSON object a line.")
+    from demyrl.data.reasoning_gym import check_problems  # here, as it writes with this module
+
+    check_problems(problems, str(path))
     return problems
 
 

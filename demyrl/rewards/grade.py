@@ -10,6 +10,7 @@ from collections.abc import Callable
 from demyrl.rewards.boxed import Verdict, last_boxed
 from demyrl.rewards.expression_answer import grade_expression
 from demyrl.rewards.number_answer import grade_number, number_of
+from demyrl.rewards.reasoning_gym_answer import grade_reasoning_gym
 from demyrl.rewards.shaping import TOOL_BONUSES, check_lengths, overlong, tool_bonus
 from demyrl.rewards.text_answer import grade_text
 from demyrl.types import Problem, Reward, Trajectory
@@ -18,6 +19,7 @@ GRADERS: dict[str, Callable[[str, str], Verdict]] = {
     "number": grade_number,
     "text": grade_text,
     "expression": grade_expression,
+    "reasoning_gym": grade_reasoning_gym,
 }
 
 NOT_RUN = ("malformed", "not_executed", "sandbox_error")
