@@ -10,6 +10,7 @@ from demyrl.rollout.sampler import (
     Feed,
     Sampler,
     SamplerConfig,
+    draw_tokens,
     episode_keys,
     sample_tokens,
 )
@@ -114,6 +115,22 @@ def test_draws_follow_the_distribution():
     tokens, _ = sample_tokens(logits, keys, jnp.zeros(count, jnp.int32), 1.0)
     shares = np.bincount(np.asarray(tokens), minlength=3) / count
     np.testing.assert_allclose(shares, [0.6, 0.3, 0.1], atol=0.015)
+
+
+@pytest.mark.parametrize("vocab", [100, 128, 700])
+def test_draws_follow_the_distribution_over_several_blocks(vocab):
+    rng = np.random.default_rng(vocab)
+    probs = rng.dirichlet(np.full(vocab, 0.05))
+    probs[rng.permutation(vocab)[: vocab // 2]] = 0
+    probs /= probs.sum()
+    count = 20_000
+    keys = jax.random.bits(jax.random.key(1), (count, 2))
+    draw = jax.jit(draw_tokens)
+    tokens = draw(jnp.tile(jnp.float32(probs), (count, 1)), keys, jnp.zeros(count, jnp.int32))
+    counts = np.bincount(np.asarray(tokens), minlength=vocab)
+    assert counts[probs == 0].sum() == 0
+    spread = np.sqrt(count * probs * (1 - probs))
+    assert (np.abs(counts - count * probs) <= 5 * spread + 2).all()
 
 
 def test_greedy_takes_the_likeliest_token():

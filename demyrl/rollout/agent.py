@@ -19,6 +19,7 @@ import numpy as np
 from demyrl.rollout.episode import Episode, EpisodeConfig, Tools
 from demyrl.rollout.sampler import Feed, Sampler, episode_keys
 from demyrl.text.chat import Chat
+from demyrl.text.prompts import question
 from demyrl.types import Problem, Trajectory
 
 
@@ -29,6 +30,7 @@ class AgentConfig:
     samples: int  # G, trajectories of each problem
     early_return: float  # leave the device when fewer than this share of busy slots decode
     reply_start: str = ""  # put before every first reply, as a part of the prompt
+    prompts: str = "bare"  # what is said around a problem, see text/prompts.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Agent:
         ]
 
     def prompt(self, problem: Problem) -> list[int]:
-        tokens = self.chat.prompt(problem.prompt)
+        tokens = self.chat.prompt(question(problem, self.config.prompts))
         tokens += self.chat.tokenizer.encode_written(self.config.reply_start)
         if len(tokens) >= self.limits.context:
             raise ValueError(

@@ -30,6 +30,8 @@ from demyrl.model.transformer import (
     rms_norm,
 )
 
+DRAW_BLOCK = 128  # tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
@@ -79,7 +81,7 @@ def forward_cached(
     config: ModelConfig,
 ) -> tuple[KVCache, Float[Array, "R C D"]]:
     """One pass of C new tokens in R rows: the cache with them in it, and their hidden states."""
-    capacity = cache.keys[0].shape[1]
+    capacity = cache.keys[0].shape[2]
     whole = rows.shape[0] == cache.keys[0].shape[0] and tokens.shape[1] == 1
     slots_RC = jnp.where(real, positions, capacity)  # out of range: the write is dropped
     visible_RCS = jnp.arange(capacity) <= positions[..., None]
@@ -120,14 +122,38 @@ def sample_tokens(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """One token a row and its log-prob; the draw depends only on the row's key and position."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / (temperature or 1.0))
-
-    def noise(key, position):
-        key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
-        return jax.random.gumbel(key, logits.shape[-1:])
-
-    scores = logprobs + jax.vmap(noise)(keys, positions) if temperature else logprobs
-    tokens = jnp.argmax(scores, axis=-1)
+    if temperature:
+        tokens = draw_tokens(jnp.exp(logprobs), keys, positions)
+    else:
+        tokens = jnp.argmax(logprobs, axis=-1)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+
+def draw_tokens(
+    probs: Float[Array, "B V"], keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """The token in whose share of [0, 1] one uniform number falls: first its block, then in it.
+
+    Noise for every token of the vocabulary, as in the Gumbel trick, would take longer on a CPU than
+    the head itself (see experiments/LOG.md). A token of probability 0 is never drawn.
+    """
+
+    def uniform(key, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+
+    blocks_BNC = jnp.pad(probs, ((0, 0), (0, -probs.shape[1] % DRAW_BLOCK))).reshape(
+        probs.shape[0], -1, DRAW_BLOCK
+    )
+    shares_BN = blocks_BNC.sum(axis=-1)
+    edges_BN = jnp.cumsum(shares_BN, axis=-1)
+    left_B1 = jax.vmap(uniform)(keys, positions)[:, None] * edges_BN[:, -1:]
+    block_B1 = jnp.sum(edges_BN <= left_B1, axis=-1, keepdims=True)
+    left_B1 -= jnp.take_along_axis(edges_BN - shares_BN, block_B1, axis=-1)
+    block_BC = jnp.take_along_axis(blocks_BNC, block_B1[..., None], axis=1)[:, 0]
+    inside_B = jnp.sum(jnp.cumsum(block_BC, axis=-1) <= left_B1, axis=-1)
+    rounded_B = inside_B == DRAW_BLOCK  # the sums of blocks and in a block differ in the last digit
+    inside_B = jnp.where(rounded_B, jnp.argmax(block_BC, axis=-1), inside_B)
+    return block_B1[:, 0] * DRAW_BLOCK + inside_B
 
 
 @functools.partial(
