@@ -3,10 +3,15 @@
     python -m demyrl.train --config=configs/grpo_tcr.py:tiny --workdir=runs/x
 
 Sizes: `tiny` learns on two CPU cores in minutes; `small` is the same recipe for a machine with more
-time, with longer operands and a wider model.
+time, with longer operands and a wider model; `smollm2` starts from a real pretrained model of 135M
+parameters, SmolLM2-135M-Instruct, and still runs on a CPU.
 """
 
+import dataclasses
+
 from ml_collections import ConfigDict
+
+from demyrl.model.sizes import size
 
 FAMILIES = (
     "arithmetic", "power_mod", "digit_sum", "lcm", "linear_equation",
@@ -15,12 +20,12 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def get_config(size: str = "tiny") -> ConfigDict:
+def get_config(name: str = "tiny") -> ConfigDict:
     """The locked config of one size; raises ValueError for a name that is not one."""
-    if size not in SIZES:
-        raise ValueError(f"there is no size {size!r} in grpo_tcr.py: use {' or '.join(SIZES)}.")
+    if name not in SIZES:
+        raise ValueError(f"there is no size {name!r} in grpo_tcr.py: use {' or '.join(SIZES)}.")
     config = ConfigDict(tiny())
-    SIZES[size](config)
+    SIZES[name](config)
     return config.lock()
 
 
@@ -28,9 +33,10 @@ def tiny() -> dict:
     """All sections at the size of a laptop."""
     return {
         "seed": 0,
-        "tokenizer": "builtin:tiny",  # or a folder in Hugging Face format
+        "tokenizer": "",  # that of the source; or "builtin:tiny", or a folder with one
         "model": {
             "source": "builtin:tiny",  # or "" for random weights, a checkpoint folder, a workdir
+            # The shape of random weights; a source brings its own.
             "vocab": 768,
             "width": 64,
             "layers": 2,
@@ -43,7 +49,13 @@ def tiny() -> dict:
             "qk_norm": True,
             "attention_bias": False,
             "tied_embeddings": True,
-            "dtype": "float32",
+            "max_positions": 0,
+            "dtype": "auto",  # float32 on a CPU, bfloat16 on accelerators
+        },
+        "chat": {
+            "template": "",  # the tokenizer's own; or "builtin:hermes", or a file
+            "keep": False,  # append turns although the template would rewrite earlier ones
+            "prompts": "bare",  # or "agentic", "no_tool": what is said around a problem
         },
         "mesh": {"data": 1, "tensor": 1},
         "head_chunk": 1024,  # tokens whose logits exist at a time
@@ -145,6 +157,7 @@ def tiny() -> dict:
 
 def small(config: ConfigDict) -> None:
     """Longer operands and a wider model: hours, not minutes, on a CPU."""
+    config.model.source, config.tokenizer = "", "builtin:tiny"
     config.model.width, config.model.feed_forward, config.model.layers = 128, 384, 4
     config.problems.digits, config.problems.terms = 3, 4
     config.collect.count, config.sft.max_steps = 20_000, 4000
@@ -153,4 +166,32 @@ def small(config: ConfigDict) -> None:
     config.train.steps = 150
 
 
-SIZES = {"tiny": lambda config: None, "small": small}
+def smollm2(config: ConfigDict) -> None:
+    """A pretrained model on a CPU: some hundred demonstrations, then RL steps of minutes each.
+
+    `model.source` names what it was made for; set it to the folder that holds the checkpoint.
+    """
+    config.model.update(dataclasses.asdict(size("smollm2_135m", "auto")))
+    config.model.source = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    config.chat.template = "builtin:hermes"  # its own template knows no tools
+    config.head_chunk = 256
+    config.problems.eval_count = 24
+    config.collect.count = 600
+    config.sft.update(
+        rows_per_step=10, max_steps=24, probe_every=12, probe_count=12, cooldown_steps=12,
+        save_every=8, learning_rate=2e-4, warmup_updates=4,
+    )  # fmt: skip
+    config.sft.pack.update(rows=2, row_tokens=512)
+    config.rollout.update(
+        slots=32, context=384, turn_tokens=96, output_tokens=48, extend_rows=4,
+        extend_lengths=(32, 128), max_gap=1e-3,
+    )  # fmt: skip
+    config.evaluate.samples = 4
+    config.select.problems, config.select.samples = 36, 6
+    config.reward.max_len, config.reward.cache_len = 256, 96
+    config.optimizer.learning_rate = 4e-5
+    config.train.update(steps=12, problems=6, samples=8, updates=2, save_every=2)
+    config.train.pack.update(rows=2, row_tokens=512)
+
+
+SIZES = {"tiny": lambda config: None, "small": small, "smollm2": smollm2}

@@ -167,7 +167,7 @@ def mean(values: Sequence[float]) -> float:
 def collect_stage(config: Any, workdir: Path) -> None:
     """The stage: demonstrations of both kinds in the workdir."""
     settings = recipe.read(config)
-    logs.record_run(workdir, command.config_json(config), logs.environment())
+    logs.record_run(workdir, settings.config_json, logs.environment())
     part = CollectConfig(
         settings.problems,
         settings.habits,

@@ -41,16 +41,29 @@ def run(stage: Callable[[ConfigDict, Path], None], default_config: str | None = 
 
     `default_config` is what `--config` is without being given, such as "configs/sft.py:tiny".
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    workdir = None
-    try:
+    place: list[Path] = []
+
+    def main() -> None:
         if {"--help", "-h", "-help"} & set(sys.argv[1:]):
             print(_help(stage, sys.argv, default_config))
-            sys.exit(0)
+            return
         config, workdir = parse(sys.argv, default_config)
+        place.append(workdir)
         stage(config, workdir)
+
+    end(main, lambda: _how_to_go_on(place[0] if place else None))
+
+
+def end(main: Callable[[], None], stopped: Callable[[], str] = lambda: "Stopped.") -> NoReturn:
+    """Calls `main` and ends the process: 0, or a message and 2 for misuse, 130 for Ctrl-C.
+
+    `stopped` says what is left to do after Ctrl-C.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        main()
     except KeyboardInterrupt:
-        print(f"\n{_how_to_go_on(workdir)}", file=sys.stderr)
+        print(f"\n{stopped()}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("DEMYRL_TRACEBACK") or not _is_message(error):

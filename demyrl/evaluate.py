@@ -21,7 +21,7 @@ from demyrl.data.problems import read_problems
 from demyrl.model.sharding import make_mesh
 from demyrl.records import row_of, verdict_row
 from demyrl.rewards.grade import grade
-from demyrl.rollout.agent import Agent, Rollout
+from demyrl.rollout.agent import Agent, AgentConfig, Rollout
 from demyrl.rollout.sampler import Sampler
 from demyrl.text.chat import Chat
 from demyrl.text.tokenizer import load_tokenizer
@@ -38,13 +38,15 @@ def make_chat(settings: recipe.Recipe, tools: ToolBox) -> Chat:
 
     Raises ValueError when the tokenizer has more tokens than the model has embeddings.
     """
-    tokenizer = load_tokenizer(settings.tokenizer)
+    tokenizer = load_tokenizer(settings.tokenizer, settings.chat.template)
     if tokenizer.vocab_size > settings.model.vocab:
         raise ValueError(
-            f"tokenizer {settings.tokenizer} has {tokenizer.vocab_size} tokens and model.vocab is "
-            f"{settings.model.vocab}: every token needs an embedding. Raise model.vocab."
+            f"tokenizer {settings.tokenizer} has {tokenizer.vocab_size} tokens and the model "
+            f"{settings.model.vocab} embeddings (model.vocab): every token needs one. Use the "
+            "model's own tokenizer, or for random weights raise model.vocab."
         )
-    return Chat(tokenizer, tools.schemas)
+    schemas = [] if settings.chat.prompts == "no_tool" else tools.schemas
+    return Chat(tokenizer, schemas, keep=settings.chat.keep)
 
 
 def make_agent(
@@ -58,7 +60,8 @@ def make_agent(
     """An agent whose sampler has no weights yet."""
     shapes = dataclasses.replace(settings.rollout.sampler, temperature=temperature)
     sampler = Sampler(settings.model, shapes, chat.end_tokens)
-    config = settings.rollout.agent(samples, reply_start)
+    style, early_return = settings.chat.prompts, settings.rollout.early_return
+    config = AgentConfig(samples, early_return, reply_start, style)
     return Agent(sampler, chat, tools, config, settings.rollout.episode)
 
 
@@ -138,6 +141,7 @@ def loaded_agent(
     settings: recipe.Recipe, tools: ToolBox, samples: int, temperature: float, reply_start: str = ""
 ) -> Agent:
     """An agent that samples with the weights of `model.source`."""
+    settings = recipe.on_device(settings)
     chat = make_chat(settings, tools)
     agent = make_agent(settings, chat, tools, samples, temperature, reply_start)
     mesh = make_mesh(settings.mesh)
@@ -148,7 +152,7 @@ def loaded_agent(
 def evaluate(config: Any, workdir: Path) -> None:
     """The stage: writes evaluation.json and one file of rollouts."""
     settings = recipe.read(config)
-    logs.record_run(workdir, command.config_json(config), logs.environment())
+    logs.record_run(workdir, settings.config_json, logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
         part, problems = settings.evaluate, eval_problems(settings)

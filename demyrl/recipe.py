@@ -1,26 +1,41 @@
 """From the config of a run to the frozen settings of each stage, every check included.
 
-`read` is the one place where settings are checked against each other, before any process, file or
-compilation. Stages take what it returns; nothing behind it sees the config.
+`read` is the one place where settings are checked against each other, before any process or
+compilation. Stages take what it returns; nothing behind it sees the config. The shape of the model
+is that of `model.source`; the config's own numbers describe random weights.
 """
 
 import dataclasses
+import math
+import sys
 from typing import Any
 
-from demyrl.command import frozen
+import jax
+
+from demyrl.command import config_json, frozen
 from demyrl.data import generators
 from demyrl.data.demonstrations import Habits
 from demyrl.data.generators import ProblemConfig
 from demyrl.learn.batch import AGGREGATIONS, PackConfig
 from demyrl.learn.loss import LossConfig
 from demyrl.learn.update import OptimizerConfig
-from demyrl.model.config import ModelConfig
+from demyrl.model.config import AUTO, ModelConfig
 from demyrl.model.sharding import MeshConfig, divisible
 from demyrl.rewards.grade import RewardConfig
-from demyrl.rollout.agent import AgentConfig
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.rollout.sampler import SamplerConfig
+from demyrl.text.prompts import STYLES
 from demyrl.tools.toolbox import ToolConfig
+from demyrl.weights import shape_of, tokenizer_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+    """How problems become prompts, and turns tokens."""
+
+    template: str  # "" for the tokenizer's own, "builtin:hermes", or a file
+    keep: bool  # append turns although the template would rewrite earlier ones
+    prompts: str  # what is said around a problem, see text/prompts.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +99,15 @@ class RolloutSettings:
     early_return: float
     max_gap: float
 
-    def agent(self, samples: int, reply_start: str = "") -> AgentConfig:
-        return AgentConfig(samples, self.early_return, reply_start)
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """Every stage's settings, checked."""
 
+    config_json: str  # the config as JSON, with the shape of the source
     seed: int
     tokenizer: str
+    chat: ChatConfig
     source: str
     head_chunk: int
     model: ModelConfig
@@ -120,13 +134,16 @@ class Recipe:
 
 def read(config: Any) -> Recipe:
     """The checked settings; ValueError names the key, its value, and what would work."""
-    c = {key: dict(value) if hasattr(value, "keys") else value for key, value in config.items()}
+    c = plain(config)
     check_keys(c)
     check_counts(c)
+    c["model"] |= shape_of_source(c["model"])
     problems = frozen(ProblemConfig, without(c["problems"], "path", "eval_count"))
     recipe = Recipe(
+        config_json=config_json(c),
         seed=c["seed"],
-        tokenizer=c["tokenizer"],
+        tokenizer=tokenizer(c["tokenizer"], c["model"]["source"]),
+        chat=frozen(ChatConfig, c["chat"]),
         source=c["model"]["source"],
         head_chunk=c["head_chunk"],
         model=frozen(ModelConfig, without(c["model"], "source")),
@@ -152,9 +169,55 @@ def read(config: Any) -> Recipe:
     )
     generators.check(problems, "eval", recipe.eval_count)
     check_ranges(recipe)
+    check_chat(recipe)
     check_rows(recipe)
     check_lengths(recipe)
     return recipe
+
+
+def shape_of_source(section: dict) -> dict:
+    """The model section's shape as `model.source` has it; a difference is told."""
+    if not section["source"]:
+        return {}
+    shape = dataclasses.asdict(shape_of(section["source"], section["dtype"]))
+    other = [f"{key} {value}" for key, value in shape.items() if not same(value, section[key])]
+    if other:
+        print(f"the model is that of {section['source']}: {', '.join(other)}", file=sys.stderr)
+    return shape
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, or two float32 spellings of a number."""
+    return one == other or (isinstance(one, float) and math.isclose(one, other, rel_tol=1e-6))
+
+
+def tokenizer(given: str, source: str) -> str:
+    """The tokenizer to load: the one that is named, or that of the weights."""
+    if not given and not source:
+        raise ValueError(
+            "tokenizer is '' and model.source is '': random weights bring no tokenizer. Name a "
+            "folder with one, or 'builtin:tiny'."
+        )
+    return given or tokenizer_of(source)
+
+
+def on_device(recipe: Recipe) -> Recipe:
+    """The recipe with the data type that this platform computes fastest in, where it is "auto".
+
+    Loads JAX's devices, so stages that run programs call it after the sandbox has started. On a CPU
+    matrix products are faster in float32 (measured: experiments/LOG.md).
+    """
+    if recipe.model.dtype != AUTO:
+        return recipe
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype=dtype))
+
+
+def plain(section: Any) -> Any:
+    """A config as nested dicts."""
+    if not hasattr(section, "items"):
+        return section
+    return {key: plain(value) for key, value in section.items()}
 
 
 def without(section: dict, *keys: str) -> dict:
@@ -191,6 +254,7 @@ def names(*classes: type) -> set[str]:
 
 SECTIONS: dict[str, set[str]] = {
     "model": names(ModelConfig) | {"source"},
+    "chat": names(ChatConfig),
     "mesh": names(MeshConfig),
     "tools": names(ToolConfig),
     "problems": names(ProblemConfig) | {"path", "eval_count"},
@@ -275,6 +339,18 @@ def check_ranges(recipe: Recipe) -> None:
             raise ValueError(message)
 
 
+def check_chat(recipe: Recipe) -> None:
+    """Prompts that exist, and that fit the tools."""
+    style = recipe.chat.prompts
+    if style not in STYLES:
+        raise ValueError(f"chat.prompts is {style!r}: use one of {', '.join(STYLES)}.")
+    if style == "no_tool" and recipe.tools.enabled:
+        raise ValueError(
+            "chat.prompts is 'no_tool' and tools.enabled is True: a prompt without the tool leaves "
+            "nothing to call. Set tools.enabled=False as well."
+        )
+
+
 def check_rows(recipe: Recipe) -> None:
     """Counts that must divide, and groups that must compare."""
     train, mesh = recipe.train, recipe.mesh
@@ -309,6 +385,11 @@ def check_rows(recipe: Recipe) -> None:
 def check_lengths(recipe: Recipe) -> None:
     """Budgets that must fit into each other."""
     episode, sampler = recipe.rollout.episode, recipe.rollout.sampler
+    if 0 < recipe.model.max_positions < sampler.context:
+        raise ValueError(
+            f"rollout.context is {sampler.context}, but the weights were made for sequences of up "
+            f"to {recipe.model.max_positions} tokens (max_position_embeddings). Lower the context."
+        )
     if recipe.pack.row_tokens < sampler.context:
         raise ValueError(
             f"train.pack.row_tokens is {recipe.pack.row_tokens} and rollout.context is "

@@ -50,7 +50,7 @@ def difficulty(rate: float) -> str:
 def select_problems(config: Any, workdir: Path) -> None:
     """The stage: writes pool.jsonl and pass_rates.json."""
     settings = recipe.read(config)
-    logs.record_run(workdir, command.config_json(config), logs.environment())
+    logs.record_run(workdir, settings.config_json, logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
         part = settings.select

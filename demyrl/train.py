@@ -41,7 +41,7 @@ from demyrl.model.sharding import make_mesh, rows_sharding
 from demyrl.records import reward_numbers, rollout_numbers, row_of
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem, Reward, Trajectory
-from demyrl.weights import starting_params
+from demyrl.weights import keep_source, starting_params
 
 MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s")
 PROBLEMS_WITHOUT_POOL = 2000
@@ -56,8 +56,8 @@ SHARES = (  # of the weight that was run through the model
 class Rl:
     """One RL run: its data, agent, programs and state."""
 
-    def __init__(self, settings: recipe.Recipe, tools: ToolBox, config_json: str):
-        self.settings, self.config_json = settings, config_json
+    def __init__(self, settings: recipe.Recipe, tools: ToolBox):
+        settings = self.settings = recipe.on_device(settings)
         part = settings.train
         self.chat = make_chat(settings, tools)
         temperature = settings.rollout.sampler.temperature
@@ -89,7 +89,7 @@ class Rl:
         return restored.step
 
     def save(self, workdir: Path, step: int) -> None:
-        extra = {"stream": self.stream.state(), "config": self.config_json}
+        extra = {"stream": self.stream.state(), "config": self.settings.config_json}
         checkpoint.save(workdir, step, self.state, extra, self.settings.train.keep)
 
     def step(self, step: int, log: logs.Logs) -> dict[str, float]:
@@ -241,12 +241,12 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
 def train(config: Any, workdir: Path) -> None:
     """The stage: leaves checkpoints, metrics.jsonl and rollouts/ in the workdir."""
     settings = recipe.read(config)
-    config_json = command.config_json(config)
-    logs.record_run(workdir, config_json, logs.environment(), MAY_CHANGE)
+    logs.record_run(workdir, settings.config_json, logs.environment(), MAY_CHANGE)
     part = settings.train
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
-        rl = Rl(settings, tools, config_json)
+        rl = Rl(settings, tools)
+        keep_source(workdir, settings.source, settings.tokenizer, rl.chat.tokenizer.template)
         first = rl.resume(workdir)
         with logs.Logs(workdir, part.steps, first) as log:
             for step in range(first, part.steps):

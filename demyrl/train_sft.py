@@ -36,9 +36,10 @@ from demyrl.learn.update import (
 )
 from demyrl.model.sharding import make_mesh, rows_sharding
 from demyrl.text.chat import Chat, messages_from_row
+from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Message
-from demyrl.weights import starting_params
+from demyrl.weights import keep_source, starting_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ def probe_set(settings: recipe.Recipe, chat: Chat) -> list[Conversation]:
     for task in tasks(settings.problems, "eval", settings.sft.probe_count, 1):
         result = truth(task)
         messages = [
-            Message("user", task.problem.prompt),
+            Message("user", question(task.problem, settings.chat.prompts)),
             calling(PLANS[task.problem.source][0], task.program),
             Message("tool", f"{result}\n"),
             said(ANSWERS[0], boxed(result)),
@@ -114,10 +115,9 @@ class Sft:
         settings: recipe.Recipe,
         conversations: Sequence[Conversation],
         probes: Sequence[Conversation],
-        config_json: str,
     ):
         part = settings.sft
-        self.settings, self.config_json = settings, config_json
+        settings = self.settings = recipe.on_device(settings)
         self.conversations, self.probes = conversations, probes
         self.stream = RowStream(len(self.conversations), part.rows_per_step, settings.seed)
         self.mesh = make_mesh(settings.mesh)
@@ -143,7 +143,7 @@ class Sft:
         extra = {
             "stream": self.stream.state(),
             "cooling_from": self.cooling_from,
-            "config": self.config_json,
+            "config": self.settings.config_json,
         }
         checkpoint.save(workdir, step, self.state, extra, keep)
 
@@ -212,12 +212,12 @@ class Sft:
 def train_sft(config: Any, workdir: Path) -> None:
     """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
     settings = recipe.read(config)
-    config_json = command.config_json(config)
-    logs.record_run(workdir, config_json, logs.environment(), ("sft.save_every",))
+    logs.record_run(workdir, settings.config_json, logs.environment(), ("sft.save_every",))
     command.enable_compilation_cache()
     chat = make_chat(settings, ToolBox(settings.tools))
     conversations, probes = read_conversations(settings, chat), probe_set(settings, chat)
-    Sft(settings, conversations, probes, config_json).run(workdir)
+    keep_source(workdir, settings.source, settings.tokenizer, chat.tokenizer.template)
+    Sft(settings, conversations, probes).run(workdir)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,107 @@
-"""Where a run's first weights come from: nothing, a checkpoint folder, or another run's workdir."""
+"""Where a run's first weights come from, and with them the model's shape and its tokenizer.
 
+A source is "" (random weights), "builtin:NAME" (a checkpoint that ships with the package), a folder
+in Hugging Face format, or the workdir of another run. A run keeps the small files of its source in
+`workdir/source/`, so that it can be continued, exported or talked to when the source is gone.
+"""
+
+import importlib.resources
+import json
+import shutil
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from demyrl import checkpoint
+from demyrl.command import frozen
 from demyrl.model.config import ModelConfig
-from demyrl.model.hf import builtin_folder, load_params
+from demyrl.model.hf_config import read_config
+from demyrl.model.hf_load import load_params
 from demyrl.model.sharding import params_sharding
 from demyrl.model.transformer import Params, init_params, map_table
 
+BUILTIN = "builtin:"
+KEPT = "source"  # the folder of a workdir that holds the small files of its source
+MODEL_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+TEMPLATE = "chat_template.jinja"
+
 
 def starting_params(source: str, model: ModelConfig, mesh: Mesh, seed: int) -> Params:
-    """Float32 parameters on the mesh.
+    """Float32 parameters on the mesh, of the model that `shape_of` says.
 
-    `source` is "" for random weights, "builtin:NAME" for a checkpoint that ships with the package,
-    a folder in Hugging Face format, or the workdir of a run. Raises ValueError when it is none of
-    them or holds another model.
+    Raises ValueError when the source is none of the four kinds or holds another model.
     """
     sharding = params_sharding(model, mesh)
     if not source:
         draw = jax.jit(init_params, static_argnums=0, out_shardings=sharding)
         return draw(model, jax.random.key(seed))
-    folder = builtin_folder(source) if source.startswith("builtin:") else Path(source)
-    if (folder / "checkpoints").is_dir():
+    folder = folder_of(source)
+    if is_workdir(folder):
         return params_of_run(folder, model, sharding)
-    if (folder / "config.json").is_file():
-        return load_params(folder, model, sharding)
-    raise ValueError(
-        f"model.source is {source!r}, which is neither the workdir of a run nor a folder with "
-        "config.json and model.safetensors. Weights must be on disk: give such a folder, or '' to "
-        "start from random weights."
+    return load_params(folder, model, sharding)
+
+
+def shape_of(source: str, dtype: str) -> ModelConfig:
+    """The shape of the model in a source that is not ""; `dtype` is that of its computations."""
+    folder = folder_of(source)
+    if is_workdir(folder):
+        recorded = json.loads((folder / "config.json").read_text())["model"]
+        shape = {key: value for key, value in recorded.items() if key != "source"}
+        return frozen(ModelConfig, {**shape, "dtype": dtype})
+    return read_config(folder, dtype)
+
+
+def tokenizer_of(source: str) -> str:
+    """The folder of the tokenizer that belongs to a source."""
+    folder = folder_of(source)
+    return str(folder / KEPT if is_workdir(folder) else folder)
+
+
+def folder_of(source: str) -> Path:
+    """The folder that holds a source's weights; ValueError says what it should be."""
+    if source.startswith(BUILTIN):
+        folder = builtin_folder(source)
+    else:
+        folder = Path(source).expanduser()
+    if is_workdir(folder) or (folder / "config.json").is_file():
+        return folder
+    raise ValueError(f"model.source is {source!r}, {_what_it_is(source, folder)}")
+
+
+def builtin_folder(source: str) -> Path:
+    """The folder of a checkpoint that ships with the package."""
+    return Path(str(importlib.resources.files("demyrl") / "assets" / source.split(":", 1)[1]))
+
+
+def is_workdir(folder: Path) -> bool:
+    """Whether a folder is that of a run with checkpoints."""
+    return (folder / "checkpoints").is_dir()
+
+
+def _what_it_is(source: str, folder: Path) -> str:
+    wanted = (
+        "Weights must be on disk: give a folder with config.json and model.safetensors (or its "
+        "shards), or the workdir of a run."
     )
+    if folder.is_dir():
+        return f"a folder with neither config.json nor checkpoints/. {wanted}"
+    if source.count("/") == 1 and not source.startswith((".", "~", "/")):
+        name = source.split("/")[1]
+        return (
+            "which looks like the name of a model on a hub, and nothing is downloaded here. "
+            f"{wanted} Where there is a network, `hf download {source} --local-dir {name}` fetches "
+            f"it; then set model.source={name}."
+        )
+    return f"and there is no such folder. {wanted}"
 
 
 def params_of_run(folder: Path, model: ModelConfig, sharding: Params) -> Params:
@@ -49,3 +118,23 @@ def params_of_run(folder: Path, model: ModelConfig, sharding: Params) -> Params:
         raise ValueError(f"model.source is {str(folder)!r}, but no intact checkpoint is in it.")
     print(f"weights of {folder}, step {restored.step}", flush=True)
     return restored.state
+
+
+def keep_source(workdir: Path, source: str, tokenizer: str, template: str) -> None:
+    """Copies the source's config.json and the tokenizer's files into `workdir/source/`.
+
+    `template` is the text of the chat template in use, which takes the place of the tokenizer's.
+    """
+    kept = workdir / KEPT
+    kept.mkdir(parents=True, exist_ok=True)
+    builtin = tokenizer.startswith(BUILTIN)
+    folder = builtin_folder(tokenizer) if builtin else Path(tokenizer).expanduser()
+    origins = dict.fromkeys(TOKENIZER_FILES, folder)
+    if source:
+        own = Path(tokenizer_of(source))
+        # generation_config.json names end tokens by id: another tokenizer has other ids.
+        origins |= dict.fromkeys(MODEL_FILES if own == folder else MODEL_FILES[:1], own)
+    for name, origin in origins.items():
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, kept / name)
+    (kept / TEMPLATE).write_text(template, encoding="utf-8")

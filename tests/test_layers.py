@@ -15,8 +15,9 @@ LAYERS = (  # a module may import those of earlier lines and those of its own fo
     {"rollout", "rewards", "learn"},
     {"checkpoint"},
     {"command", "records"},
-    {"recipe", "weights"},
-    {"evaluate", "collect", "plan"},
+    {"weights"},
+    {"recipe"},
+    {"evaluate", "collect", "plan", "chat"},
     {"train", "train_sft", "select_problems", "export"},
 )
 PART_OF = {"display": "logs"}  # a top-level file that belongs to another one
@@ -24,7 +25,7 @@ ANALYSIS_MAY_IMPORT = {"types", "logs", "analysis"}
 MAY_IMPORT_STATS = {"demyrl.evaluate"}  # the one way into analysis: avg@k and its intervals
 
 COMPUTES = ("demyrl.model", "demyrl.learn")
-READS_FILES = {"demyrl.model.hf"}
+READS_FILES = {f"demyrl.model.hf_{name}" for name in ("config", "load", "save")}
 SURROUNDINGS = {"os", "pathlib", "time", "logging"}
 
 ENTRY_POINTS = {"train", "train_sft", "collect", "select_problems", "evaluate"}

@@ -6,6 +6,8 @@ from ml_collections import ConfigDict
 from configs.grpo_tcr import get_config
 from demyrl import recipe
 
+RANDOM_WEIGHTS = {"model__source": "", "tokenizer": "builtin:tiny"}  # whose shape is the config's
+
 
 def config_with(**changes):
     """The tiny config with dotted keys changed, `__` for the dot; new keys are allowed."""
@@ -20,6 +22,14 @@ def config_with(**changes):
 
 
 REFUSED = {
+    "a prompt style that is none": (
+        {"chat__prompts": "polite"},
+        "chat.prompts is 'polite': use one of bare, agentic, no_tool",
+    ),
+    "prompts without the tool, and the tool": (
+        {"chat__prompts": "no_tool"},
+        "chat.prompts is 'no_tool' and tools.enabled is True",
+    ),
     "a group of one": (
         {"train__samples": 1},
         "train.samples is 1: a group of one has no siblings to compare with",
@@ -51,7 +61,7 @@ REFUSED = {
     ),
     "a penalty from the first token": ({"reward__cache_len": 400}, "cache_len is 400"),
     "rows that the mesh does not divide": (
-        {"mesh__data": 3, "model__width": 96},
+        {"mesh__data": 3, "model__width": 96} | RANDOM_WEIGHTS,
         "rollout.slots is 64, which mesh.data = 3 does not divide",
     ),
     "heads that the mesh does not divide": (
@@ -59,7 +69,10 @@ REFUSED = {
         "model.kv_heads is 1, which mesh.tensor = 2 does not divide",
     ),
     "no device": ({"mesh__data": 0}, "mesh.data is 0 and mesh.tensor is 1"),
-    "heads that do not share evenly": ({"model__kv_heads": 3}, "kv_heads is 3"),
+    "heads that do not share evenly": (
+        {"model__kv_heads": 3} | RANDOM_WEIGHTS,
+        "kv_heads is 3",
+    ),
     "a lower clip of one": ({"loss__clip_low": 1.0}, "loss.clip_low is 1.0"),
     "no checkpoint kept": ({"train__keep": 0}, "train.keep is 0: use at least 1"),
     "never saving": ({"sft__save_every": 0}, "sft.save_every is 0: use at least 1"),

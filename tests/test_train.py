@@ -20,7 +20,7 @@ def rl():
     """A run with the tool off, its weights, and the trajectories of one step."""
     settings = read(shrunk_config(tools__enabled=False, train__problems=2, train__updates=1))
     with ToolBox(settings.tools) as tools:
-        run = Rl(settings, tools, "{}")
+        run = Rl(settings, tools)
         run.agent.sampler.load(run.state.params)
         rollout = run.agent.roll_out(run.stream.next(), run.root, 0, 0)
     return run, run.state, rollout.trajectories

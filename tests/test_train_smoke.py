@@ -8,11 +8,12 @@ import pytest
 
 from demyrl import checkpoint, logs
 from demyrl.collect import collect_stage
-from demyrl.model.hf import builtin_folder, load_params
+from demyrl.model.hf_load import load_params
 from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
 from demyrl.recipe import read
 from demyrl.train import train
 from demyrl.train_sft import train_sft
+from demyrl.weights import builtin_folder
 from tests.tiny import shrunk_config
 
 

@@ -36,6 +36,7 @@ MODEL = ModelConfig(
     qk_norm=True,
     attention_bias=False,
     tied_embeddings=True,
+    max_positions=0,
     dtype="float32",
 )
 
