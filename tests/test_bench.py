@@ -1,19 +1,24 @@
 """Each benchmark prints one line of JSON with what its header says. Nothing is timed here."""
 
+import contextlib
 import importlib
+import io
 import json
 import re
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from demyrl import command
-from experiments.bench import start
-from experiments.bench.measure import repeat
+from demyrl.weights import builtin_folder
+from experiments.bench import decode, load, measure, start
 
 SMALL = (
     "--seconds=0",
     "--config.model.source=",
+    "--config.tokenizer=builtin:tiny",
     "--config.model.width=16",
     "--config.model.layers=1",
     "--config.model.feed_forward=16",
@@ -36,8 +41,8 @@ SMALL = (
 MACHINE = {"bench", "config", "cpus", "device", "jax", "platform"}
 KEYS = {
     "decode": {
-        "tokens_per_s", "slot_use", "step_ms", "extend_tokens_per_s", "compile_s", "slots",
-        "context", "decode_steps", "extend_rows", "turn_tokens", "rows", "parameters",
+        "batches", "load_s", "load_peak_host_bytes", "peak_rss_bytes", "peak_device_bytes",
+        "source", "parameters", "dtype", "context", "decode_steps", "turn_tokens",
     },
     "train_step": {"sft", "rl", "score", "peak_rss_bytes", "peak_device_bytes"},
     "rollout": {
@@ -49,6 +54,14 @@ KEYS = {
               "source"},
 }  # fmt: skip
 
+BATCH = {
+    "tokens_per_s", "slot_use", "step_ms", "extend_tokens_per_s", "compile_s", "extend_rows",
+}  # fmt: skip
+REAL = (
+    f"--source={builtin_folder('builtin:tiny')}", "--dtype=float32", "--seconds=0",
+    "--batches=2", "--prompt=8", "--tokens=4", "--config.rollout.extend_rows=8",
+)  # fmt: skip
+
 FAKE_STAGE = """
 import pathlib, sys
 workdir = sys.argv[-1].partition("--workdir=")[2]
@@ -58,6 +71,20 @@ if workdir:
     print("no sandbox")
     sys.exit({exit_code})
 """
+
+
+class CountingSampler:
+    """Decodes as the real one does, but only the counts; remembers the budgets of each visit."""
+
+    def __init__(self, slots):
+        self.config, self.visits = SimpleNamespace(slots=slots), []
+
+    def decode(self, last, lengths, budgets, keys, enough):
+        self.visits.append(budgets.tolist())
+        steps = 0
+        while np.count_nonzero(budgets > steps) >= enough:
+            steps += 1
+        return SimpleNamespace(counts=np.minimum(budgets, steps), steps=steps)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +112,14 @@ def line_of(capsys):
     return run
 
 
+@pytest.fixture(scope="module")
+def real_line():
+    """What decode prints about the weights that ship."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        decode.main(REAL)
+    return json.loads(printed.getvalue())
+
+
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
     """Puts FAKE_STAGE in the place of training; it ends with the exit code that is given."""
@@ -103,6 +138,63 @@ def test_a_benchmark_prints_one_line_with_its_keys(name, line_of, stage):
     assert line_of(name).keys() == KEYS[name] | MACHINE
 
 
+def test_every_batch_size_has_a_sampler_of_its_own():
+    options, settings = decode.read(["--batches=1,32", "--prompt=100", "--tokens=28"])
+    assert [
+        (s.slots, s.context, s.extend_rows, s.extend_lengths)
+        for s in decode.shapes_of(options, settings)
+    ] == [(1, 128, 1, (100,)), (32, 128, 16, (100,))]
+
+
+def test_random_weights_are_measured_in_the_shapes_of_the_config():
+    options, settings = decode.read([])
+    assert decode.shapes_of(options, settings) == [settings.rollout.sampler]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_data_type_that_is_asked_for_is_measured(dtype):
+    assert decode.read([f"--dtype={dtype}"])[1].model.dtype == dtype
+
+
+def test_a_batch_has_its_numbers(real_line):
+    assert {size: each.keys() for size, each in real_line["batches"].items()} == {"2": BATCH}
+
+
+def test_rows_of_one_length_leave_no_slot_empty(real_line):
+    assert real_line["batches"]["2"]["slot_use"]["uniform"] == 1.0
+
+
+def test_a_source_brings_its_own_shape_and_its_loading_is_measured(real_line):
+    assert (real_line["source"], real_line["parameters"]) == ("tiny", 148_032)
+    assert real_line["load_s"] > 0 and real_line["load_peak_host_bytes"] is not None
+
+
+def test_a_slot_that_is_free_takes_the_next_row():
+    """Two slots and rows of 1, 3 and 2 tokens, taken from the end: 2 beside 3, then 1 beside 3."""
+    sampler = CountingSampler(2)
+    assert decode.play(sampler, [1, 3, 2], 5, early_return=1.0) == decode.Played(6, 3)
+    assert sampler.visits == [[2, 3], [1, 1]]
+
+
+@pytest.mark.parametrize("word", ["--batches=0", "--batches=8,", "--prompt=-1", "--tokens=x"])
+def test_a_count_below_one_is_refused(word, capsys):
+    with pytest.raises(SystemExit):
+        decode.read([word])
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_batch_that_a_mesh_cannot_share_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        decode.read(["--batches=8,3", "--config.mesh.data=2"])
+    assert "--batches is 3, which mesh.data = 2 does not divide" in capsys.readouterr().err
+
+
+def test_a_name_on_a_hub_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        decode.main(["--source=someone/some-model"])
+    assert "Weights must be on disk" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_has_no_seconds_to_its_first_step(line_of, stage):
     stage(exit_code=3)
     with pytest.raises(RuntimeError, match="exit code 3:\nno sandbox"):
@@ -112,7 +204,8 @@ def test_a_run_that_fails_has_no_seconds_to_its_first_step(line_of, stage):
 @pytest.mark.parametrize("name", KEYS)
 def test_every_key_is_in_the_header(name):
     header = importlib.import_module(f"experiments.bench.{name}").__doc__
-    assert {key for key in KEYS[name] if not re.search(rf"\b{key}\b", header)} == set()
+    keys = KEYS[name] | BATCH if name == "decode" else KEYS[name]
+    assert {key for key in keys if not re.search(rf"\b{key}\b", header)} == set()
 
 
 def test_a_setting_that_does_not_exist_is_refused(line_of, capsys):
@@ -121,7 +214,62 @@ def test_a_setting_that_does_not_exist_is_refused(line_of, capsys):
     assert "Did you mean rollout.slots?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("clock", "seconds"), [([1.0, 6.0, 7.5], 3.5), ([1.0, 2.0, 4.0], 0.0)])
+def test_what_only_the_first_call_takes_is_compilation(clock, seconds, monkeypatch):
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=iter(clock).__next__))
+    assert measure.first_call_seconds(lambda: None) == seconds
+
+
 def test_the_first_call_is_not_counted():
     calls = []
-    results, _ = repeat(lambda: calls.append(0) or len(calls), 0.0)
+    results, _ = measure.repeat(lambda: calls.append(0) or len(calls), 0.0)
     assert results == [2]
+
+
+LOAD_KEYS = (MACHINE - {"config"}) | {
+    "source", "mesh", "parameters", "first_s", "seconds", "file_mb_per_s", "file_bytes",
+    "device_bytes", "largest_tensor_bytes", "peak_host_bytes", "warm_peak_host_bytes", "ratio",
+}  # fmt: skip
+
+
+@pytest.fixture
+def load_line(capsys):
+    def run(*words):
+        load.main(words)
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_loading_reports_what_was_loaded(load_line):
+    line = load_line(f"--source={builtin_folder('builtin:tiny')}")
+    assert line.keys() == LOAD_KEYS
+    assert (line["parameters"], line["device_bytes"]) == (148_032, 4 * 148_032)
+    assert line["largest_tensor_bytes"] == 4 * 768 * 64
+
+
+def test_a_made_checkpoint_has_the_shape_of_its_size_cut_to_the_layers(load_line):
+    line = load_line("--make=smollm2_135m:1", "--mesh=2,1")
+    assert line["parameters"] == 49_152 * 576 + 576 + 3_540_096
+    assert line["file_bytes"] > 2 * line["parameters"]
+    assert line["mesh"] == {"data": 2, "tensor": 1}
+
+
+def test_every_key_of_loading_is_in_the_header():
+    names = LOAD_KEYS - MACHINE
+    assert {key for key in names if not re.search(rf"^ .*\b{key}\b", load.__doc__, re.M)} == set()
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("--make=qwen2.5_7b", "use SIZE:LAYERS"),
+        ("--make=qwen2.5_7b:0", "use SIZE:LAYERS"),
+        ("--make=qwen9:1", "There is no size 'qwen9'"),
+        ("--source=/nowhere", "config.json does not exist"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_had_is_refused(word, message, capsys):
+    with pytest.raises(SystemExit):
+        load.main([word])
+    assert message in capsys.readouterr().err

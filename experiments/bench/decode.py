@@ -1,33 +1,66 @@
 """How fast the sampler makes tokens, and takes in those that it did not make.
 
     python -m experiments.bench.decode --seconds 5
+    python -m experiments.bench.decode --source=/path/to/checkpoint --batches=1,8,32,64
 
-As many rows as a training step samples go through the slots, without tools and with random weights:
-a row that has its tokens makes room for the next. Keys:
+Without a source the weights are random and the shapes those of the config: its slots, its chunks,
+its turns at the end of its context. With one, prompts of 128 tokens enter in one chunk, and up to
+64 tokens come after them. Twice as many rows as slots are decoded, without tools: a row that has
+its tokens makes room for the next. Keys:
 
-  tokens_per_s     "uniform": every row gets turn_tokens; "ragged": 1 to turn_tokens, drawn evenly
-  slot_use         share of slot-steps of the decode loop that made a token, for both
-  step_ms          milliseconds of a decode step, host included, for both
-  extend_tokens_per_s   tokens fed to full extends (prompts, tool results), by chunk length
-  compile_s        seconds to trace and compile each program, by name
-  slots, context, decode_steps, extend_rows, turn_tokens, rows, parameters   the shapes
+  batches   by the number of slots, --batches:
+    tokens_per_s     decoded; "uniform": every row gets turn_tokens; "ragged": 1 to turn_tokens,
+                     drawn evenly
+    slot_use         share of slot-steps of the decode loop that made a token, for both
+    step_ms          milliseconds of a decode step, host included, for both
+    extend_tokens_per_s   fed to every slot in full chunks (prompts, tool results), by chunk length
+    compile_s        seconds to trace and compile each program, by name: what its first call took
+                     more than its second
+    extend_rows      rows that go through the model together in an extend
+  load_s             seconds to load the weights, compilation included; null when they are random
+  load_peak_host_bytes   host memory at the highest point of that above what it was before; on a CPU
+                     less the weights, which are host memory there
+  peak_rss_bytes     most memory of the process
+  peak_device_bytes  most memory of the accelerator; null on a CPU
+  source, parameters, dtype   the weights, and the data type of computations and cache
+  context, decode_steps, turn_tokens   shapes that all batches share; a prompt is the context less
+                     turn_tokens long
 """
 
+import argparse
+import contextlib
 import dataclasses
+import sys
+import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from demyrl import recipe
-from demyrl.model.sharding import make_mesh
-from demyrl.rollout import sampler as programs
-from demyrl.rollout.sampler import Feed, Sampler
+from demyrl.model.sharding import divisible, make_mesh
+from demyrl.model.transformer import Params, parameter_count
+from demyrl.rollout.sampler import Feed, Sampler, SamplerConfig
 from demyrl.weights import starting_params
-from experiments.bench.measure import compile_program, options_of, print_line, repeat
+from experiments.bench.load import forget_peak, memory
+from experiments.bench.measure import (
+    config_of,
+    first_call_seconds,
+    parser_of,
+    peak_device_bytes,
+    peak_rss_bytes,
+    print_line,
+    repeat,
+)
 
 NEVER = (-1,)  # an end token that is not in the vocabulary
+# Nothing is tokenized, but no config is read without a tokenizer.
+RANDOM_WEIGHTS = ("--config.model.source=", "--config.tokenizer=builtin:tiny")
+BATCHES, PROMPT, TOKENS = (1, 8, 32, 64), 128, 64  # with a source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +90,9 @@ def play(sampler: Sampler, wanted: Sequence[int], start: int, early_return: floa
 
 
 def decode_numbers(
-    sampler: Sampler, wanted: Sequence[int], settings: recipe.Recipe, seconds: float
+    sampler: Sampler, wanted: Sequence[int], start: int, early_return: float, seconds: float
 ) -> dict[str, float]:
-    start = settings.rollout.episode.context - settings.rollout.episode.turn_tokens
-    played, elapsed = repeat(
-        lambda: play(sampler, wanted, start, settings.rollout.early_return), seconds
-    )
+    played, elapsed = repeat(lambda: play(sampler, wanted, start, early_return), seconds)
     tokens, steps = sum(p.tokens for p in played), sum(p.steps for p in played)
     return {
         "tokens_per_s": tokens / elapsed,
@@ -71,71 +101,139 @@ def decode_numbers(
     }
 
 
+def extend_slots(sampler: Sampler, length: int) -> int:
+    """A full chunk for every slot: the tokens that were fed."""
+    slots = sampler.config.slots
+    sampler.extend([Feed(row, 0, [row % 7] * length) for row in range(slots)])
+    jax.block_until_ready(sampler.cache)
+    return slots * length
+
+
 def extend_rate(sampler: Sampler, length: int, seconds: float) -> float:
-    """Tokens a second when every row of an extend has a full chunk."""
-    count = min(sampler.config.extend_rows, sampler.config.slots)
-    feeds = [Feed(row, 0, [row % 7] * length) for row in range(count)]
-
-    def work() -> int:
-        sampler.extend(feeds)
-        jax.block_until_ready(sampler.cache)
-        return count * length
-
-    done, elapsed = repeat(work, seconds)
+    """Tokens a second when every slot gets a full chunk."""
+    done, elapsed = repeat(lambda: extend_slots(sampler, length), seconds)
     return sum(done) / elapsed
 
 
 def compile_seconds(sampler: Sampler) -> dict[str, float]:
     """Seconds for the decode program, and for an extend of each length."""
-    shapes, model = sampler.config, sampler.model
-    ints = np.zeros(shapes.slots, np.int32)
-    keys = np.zeros((shapes.slots, 2), np.uint32)
-    found = {
-        "decode": compile_program(
-            programs.decode, sampler.weights, sampler.cache, ints, ints, ints, keys, np.int32(1),
-            config=model, steps=shapes.decode_steps, end_tokens=NEVER,
-            temperature=shapes.temperature,
-        )[1]
-    }  # fmt: skip
-    row = np.zeros(shapes.extend_rows, np.int32)
-    for length in shapes.extend_lengths:
-        tokens = np.zeros((shapes.extend_rows, length), np.int32)
-        found[f"extend_{length}"] = compile_program(
-            programs.extend, sampler.weights, sampler.cache, row, tokens, row, row, config=model
-        )[1]
+    none = np.zeros(sampler.config.slots, np.int32)
+    keys = np.zeros((sampler.config.slots, 2), np.uint32)
+    found = {"decode": first_call_seconds(lambda: sampler.decode(none, none, none, keys, 1))}
+    for length in sampler.config.extend_lengths:
+        found[f"extend_{length}"] = first_call_seconds(partial(extend_slots, sampler, length))
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options, config = options_of(__doc__, argv)
-    settings = recipe.read(config)
-    shapes, turn = settings.rollout.sampler, settings.rollout.episode.turn_tokens
-    rows = settings.train.problems * settings.train.samples
-    params = starting_params("", settings.model, make_mesh(settings.mesh), 0)
+def batch_numbers(
+    settings: recipe.Recipe, shapes: SamplerConfig, params: Params, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The numbers of one batch size; prompts first, so that decoding finds them in the cache."""
     sampler = Sampler(settings.model, shapes, NEVER)
     sampler.load(params)
-    ragged = np.random.default_rng(0).integers(1, turn, rows, endpoint=True).tolist()
     compiled = compile_seconds(sampler)
-    uses = {"uniform": [turn] * rows, "ragged": ragged}
-    found: dict[str, dict[str, Any]] = {
-        use: decode_numbers(sampler, wanted, settings, options.seconds)
-        for use, wanted in uses.items()
+    extended = {str(n): extend_rate(sampler, n, options.seconds) for n in shapes.extend_lengths}
+    most, rows = options.tokens, 2 * shapes.slots
+    ragged = np.random.default_rng(0).integers(1, most, rows, endpoint=True).tolist()
+    start, early_return = shapes.context - most, settings.rollout.early_return
+    found = {
+        use: decode_numbers(sampler, wanted, start, early_return, options.seconds)
+        for use, wanted in {"uniform": [most] * rows, "ragged": ragged}.items()
     }
+    return {
+        **{key: {use: found[use][key] for use in found} for key in found["uniform"]},
+        "extend_tokens_per_s": extended,
+        "compile_s": compiled,
+        "extend_rows": shapes.extend_rows,
+    }
+
+
+def loaded(settings: recipe.Recipe, mesh: Mesh) -> tuple[Params, dict[str, Any]]:
+    """The weights, and what it cost to load them."""
+    numbers: dict[str, Any] = {"load_s": None, "load_peak_host_bytes": None}
+    if not settings.source:
+        return starting_params("", settings.model, mesh, settings.seed), numbers
+    forget_peak()
+    before, start = memory("VmRSS"), time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):  # where a run's step is told
+        params = starting_params(settings.source, settings.model, mesh, settings.seed)
+    jax.block_until_ready(params)
+    numbers["load_s"] = time.perf_counter() - start
+    on_host = jax.tree.leaves(params) if jax.default_backend() == "cpu" else []
+    weights = sum(shard.data.nbytes for leaf in on_host for shard in leaf.addressable_shards)
+    numbers["load_peak_host_bytes"] = memory("VmHWM") - before - weights
+    return params, numbers
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
+
+
+def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, recipe.Recipe]:
+    """The options, with what was not given filled in, and the settings."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--source", default="", help="a checkpoint folder, workdir or builtin:tiny")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the computations")
+    parser.add_argument("--batches", type=counts, help="rows decoded at a time, as 1,8,32")
+    parser.add_argument("--prompt", type=count, help="tokens of a prompt, fed in one chunk")
+    parser.add_argument("--tokens", type=count, help="most tokens made after it")
+    options, rest = parser.parse_known_args(argv)
+    words = [f"--config.model.source={options.source}"] if options.source else RANDOM_WEIGHTS
+    words = [*words, *([f"--config.model.dtype={options.dtype}"] if options.dtype else []), *rest]
+    settings = recipe.on_device(recipe.read(config_of(parser, options, words)))
+    slots, turn = settings.rollout.sampler.slots, settings.rollout.episode.turn_tokens
+    real = bool(settings.source)
+    options.batches = options.batches or (BATCHES if real else (slots,))
+    options.prompt = options.prompt or (PROMPT if real else None)
+    options.tokens = options.tokens or (TOKENS if real else turn)
+    try:
+        for batch in options.batches:
+            divisible(settings.model, settings.mesh, {"--batches": batch})
+    except ValueError as error:
+        parser.error(str(error))
+    return options, settings
+
+
+def shapes_of(options: argparse.Namespace, settings: recipe.Recipe) -> list[SamplerConfig]:
+    """One sampler a batch size; without a prompt length, the config's context and chunks."""
+    base, episode = settings.rollout.sampler, settings.rollout.episode
+    prompt = options.prompt or episode.context - episode.turn_tokens
+    return [
+        dataclasses.replace(
+            base,
+            slots=batch,
+            context=prompt + options.tokens,
+            extend_rows=min(batch, base.extend_rows),
+            extend_lengths=(prompt,) if options.prompt else base.extend_lengths,
+        )
+        for batch in options.batches
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options, settings = read(argv)
+    shapes = shapes_of(options, settings)
+    params, loading = loaded(settings, make_mesh(settings.mesh))
+    batches = {str(s.slots): batch_numbers(settings, s, params, options) for s in shapes}
     print_line(
         "decode",
         options,
-        **{key: {use: found[use][key] for use in uses} for key in found["uniform"]},
-        extend_tokens_per_s={
-            str(n): extend_rate(sampler, n, options.seconds) for n in shapes.extend_lengths
-        },
-        compile_s=compiled,
-        slots=shapes.slots,
-        context=shapes.context,
-        decode_steps=shapes.decode_steps,
-        extend_rows=shapes.extend_rows,
-        turn_tokens=turn,
-        rows=rows,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        batches=batches,
+        **loading,
+        peak_rss_bytes=peak_rss_bytes(),
+        peak_device_bytes=peak_device_bytes(),
+        source=settings.source and Path(settings.source).expanduser().absolute().name,
+        parameters=parameter_count(settings.model),
+        dtype=settings.model.dtype,
+        context=shapes[0].context,
+        decode_steps=shapes[0].decode_steps,
+        turn_tokens=options.tokens,
     )
 
 

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +18,13 @@ Result = TypeVar("Result")
 
 def options_of(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any]:
     """The options and the config; settings are given as to a stage, --config.KEY=VALUE."""
+    parser = parser_of(about)
+    options, rest = parser.parse_known_args(argv)
+    return options, config_of(parser, options, rest)
+
+
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """The command line that all benchmarks have."""
     parser = argparse.ArgumentParser(
         description=about,
         allow_abbrev=False,
@@ -24,14 +33,20 @@ def options_of(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespa
     )
     parser.add_argument("--config", default="configs/grpo_tcr.py:tiny")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
-    options, rest = parser.parse_known_args(argv)
-    words = ["bench", f"--config={options.config}", "--workdir=unused", *rest]
+    return parser
+
+
+def config_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, settings: Sequence[str]
+) -> Any:
+    """The config with these --config.KEY=VALUE, of which the last one counts; misuse ends here."""
+    words = ["bench", f"--config={options.config}", "--workdir=unused", *settings]
     try:
         config, _ = command.parse(words)
         recipe.read(config)
     except ValueError as error:
         parser.error(str(error))
-    return options, config
+    return config
 
 
 def repeat(work: Callable[[], Result], seconds: float) -> tuple[list[Result], float]:
@@ -55,10 +70,34 @@ def compile_program(program: Any, *args: Any, **static: Any) -> tuple[Any, float
     return compiled, time.perf_counter() - start
 
 
+def first_call_seconds(work: Callable[[], Any]) -> float:
+    """What the first call of `work` took more than the second: tracing and compiling.
+
+    The program is then compiled, unlike after `compile_program`. `work` must wait for the device.
+    """
+    times = [time.perf_counter()]
+    for _ in range(2):
+        work()
+        times.append(time.perf_counter())
+    return max(0.0, (times[1] - times[0]) - (times[2] - times[1]))
+
+
 def temporary_bytes(compiled: Any) -> int | None:
     """What a compiled program needs besides its arguments and results; None where unknown."""
     analysis = compiled.memory_analysis()
     return analysis and int(analysis.temp_size_in_bytes)
+
+
+def peak_rss_bytes() -> int:
+    """Most memory the process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def peak_device_bytes() -> int | None:
+    """Most memory of the first device; None where it keeps no count, as a CPU."""
+    statistics = jax.devices()[0].memory_stats()
+    return statistics and statistics.get("peak_bytes_in_use")
 
 
 def machine() -> dict[str, Any]:

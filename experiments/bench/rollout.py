@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = recipe.read(config)
     command.enable_compilation_cache()
     with ToolBox(settings.tools) as tools:
-        rollouts = Rollouts(settings, tools)
+        rollouts = Rollouts(recipe.on_device(settings), tools)
         start = time.perf_counter()
         rollouts.next()
         first = time.perf_counter() - start

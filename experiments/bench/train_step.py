@@ -16,8 +16,6 @@ as many as an update of the config has. Packing them is not timed. Keys:
   peak_device_bytes  most memory of the accelerator; null on a CPU
 """
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +39,8 @@ from demyrl.weights import starting_params
 from experiments.bench.measure import (
     compile_program,
     options_of,
+    peak_device_bytes,
+    peak_rss_bytes,
     print_line,
     repeat,
     temporary_bytes,
@@ -131,19 +131,9 @@ def costs(programs: dict[str, tuple[Any, float]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-def peak_device_bytes() -> int | None:
-    statistics = jax.devices()[0].memory_stats()
-    return statistics and statistics.get("peak_bytes_in_use")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options, config = options_of(__doc__, argv)
-    settings = recipe.read(config)
+    settings = recipe.on_device(recipe.read(config))
     part = settings.train
     sft = Trainee(
         settings, settings.sft_optimizer, settings.sft_pack, sft_loss, settings.sft.rows_per_step
