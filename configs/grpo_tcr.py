@@ -190,7 +190,7 @@ def smollm2(config: ConfigDict) -> None:
     config.select.problems, config.select.samples = 36, 6
     config.reward.max_len, config.reward.cache_len = 256, 96
     config.optimizer.learning_rate = 4e-5
-    config.train.update(steps=12, problems=6, samples=8, updates=2, save_every=2)
+    config.train.update(steps=12, problems=4, samples=8, updates=2, save_every=2)
     config.train.pack.update(rows=2, row_tokens=512)
 
 

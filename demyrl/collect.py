@@ -19,6 +19,7 @@ from demyrl.data.generators import ProblemConfig, Task, digest, tasks
 from demyrl.data.problems import write_rows
 from demyrl.rewards.grade import judge
 from demyrl.text.chat import row_of
+from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Message, ToolCall, ToolResult
 
@@ -45,6 +46,7 @@ class CollectConfig:
     count: int  # problems, each with one real and one stitched episode
     seed: int
     in_flight: int  # episodes that run together
+    prompts: str  # what is said around a problem, see text/prompts.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,8 @@ def collect(
             progress(name, len(finished), len(problems))
         kept = [each for each in finished if each is not None]
         check_losses(len(finished) - len(kept), len(finished))
-        write_rows(workdir / f"{name}.jsonl", (row(each, tools) for each in kept))
+        rows = (row(each, tools, config.prompts) for each in kept)
+        write_rows(workdir / f"{name}.jsonl", rows)
         summary[name] = numbers(kept) | {"lost": len(finished) - len(kept)}
     write_rows(workdir / "summary.json", [summary])
     return summary
@@ -140,10 +143,11 @@ def check_losses(lost: int, total: int) -> None:
         )
 
 
-def row(demonstration: Demonstration, tools: Runner) -> dict[str, Any]:
-    """An SFT row with the id of its problem."""
-    columns = row_of(demonstration.messages, tools.schemas)
-    return columns | {"problem_id": demonstration.task.problem.id}
+def row(demonstration: Demonstration, tools: Runner, prompts: str) -> dict[str, Any]:
+    """An SFT row with the id of its problem, which is asked as a rollout will ask it."""
+    problem, (_, *rest) = demonstration.task.problem, demonstration.messages
+    columns = row_of([Message("user", question(problem, prompts)), *rest], tools.schemas)
+    return columns | {"problem_id": problem.id}
 
 
 def numbers(demonstrations: Sequence[Demonstration]) -> dict[str, Any]:
@@ -174,6 +178,7 @@ def collect_stage(config: Any, workdir: Path) -> None:
         settings.collect.count,
         settings.seed,
         settings.collect.in_flight,
+        settings.chat.prompts,
     )
     with ToolBox(settings.tools) as tools, logs.Logs(workdir, 1) as log:
         seen = dict.fromkeys(SCRIPTS, 0)

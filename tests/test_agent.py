@@ -234,3 +234,13 @@ def test_the_start_of_a_reply_is_prompt_to_the_cache_and_reply_to_the_grader():
     t = roll(agent, PROBLEMS[:1]).trajectories[0]
     assert t.reply == "\\boxed{4}"
     assert t.sampled_len == 3
+
+
+def test_each_problem_is_asked_by_its_own_domain():
+    limits = EpisodeConfig(context=512, turn_tokens=8, turns=1, calls=0, output_tokens=8)
+    agent = make_agent(limits=limits)
+    agent.config = dataclasses.replace(agent.config, prompts="agentic")
+    mixed = [problem(0, "math"), problem(1, "science")]
+    prompts = [chat().tokenizer.decode(agent.prompt(each)) for each in mixed]
+    assert "math problem" in prompts[0] and "science problem" in prompts[1]
+    assert all(each.prompt in text for each, text in zip(mixed, prompts, strict=True))

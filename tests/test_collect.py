@@ -9,6 +9,7 @@ import pytest
 from demyrl.collect import CollectConfig, collect, run_episodes
 from demyrl.data.demonstrations import Habits, demonstrate
 from demyrl.data.generators import FAMILIES, ProblemConfig, tasks
+from demyrl.text.prompts import question
 from demyrl.types import ToolResult
 
 CONFIG = CollectConfig(
@@ -17,6 +18,7 @@ CONFIG = CollectConfig(
     count=60,
     seed=0,
     in_flight=16,
+    prompts="bare",
 )
 
 
@@ -53,6 +55,14 @@ def test_both_files_hold_the_same_problems(tmp_path):
     collect(CONFIG, EchoTool(), tmp_path)
     ids = [[row["problem_id"] for row in rows_of(tmp_path, n)] for n in ("real", "stitched")]
     assert ids[0] == ids[1] and len(set(ids[0])) == 60
+
+
+def test_demonstrations_ask_each_problem_as_rollouts_will(tmp_path):
+    collect(dataclasses.replace(CONFIG, prompts="agentic"), EchoTool(), tmp_path)
+    problems = {t.problem.id: t.problem for t in tasks(CONFIG.problems, "train", 60, 0)}
+    asked = {row["problem_id"]: row["messages"][0]["content"] for row in rows_of(tmp_path, "real")}
+    assert asked == {name: question(each, "agentic") for name, each in problems.items()}
+    assert len({text.split("\n")[0] for text in asked.values()}) == 3  # one a domain, in one file
 
 
 def test_rows_have_the_columns_messages_tools_and_problem_id(tmp_path):
