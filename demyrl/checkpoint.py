@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +91,47 @@ def restore(workdir: str | os.PathLike, abstract_state: PyTree) -> Restored | No
     get; without one they go to the first device. A damaged checkpoint is passed over with a
     warning. Raises ValueError, naming the leaf, when the checkpoint holds another tree.
     """
-    return _restore(workdir, abstract_state, partial=False)
+    return _restore(workdir, abstract_state, partial=False, step=None)
 
 
-def restore_params(workdir: str | os.PathLike, abstract_params: PyTree) -> Restored | None:
-    """Like `restore`, but reads only what the saved state has under `params`."""
-    restored = _restore(workdir, {"params": abstract_params}, partial=True)
+def restore_params(
+    workdir: str | os.PathLike, abstract_params: PyTree, step: int | None = None
+) -> Restored | None:
+    """Like `restore`, but reads only what the saved state has under `params`.
+
+    With a `step`, only the checkpoint of that step will do.
+    """
+    restored = _restore(workdir, {"params": abstract_params}, partial=True, step=step)
     return restored and dataclasses.replace(restored, state=restored.state["params"])
 
 
 def latest_step(workdir: str | os.PathLike) -> int | None:
     """The step of the newest complete checkpoint; its arrays are not read."""
+    return next(_complete_steps(workdir), None)
+
+
+def steps(workdir: str | os.PathLike) -> list[int]:
+    """The steps of the complete checkpoints, oldest first; their arrays are not read."""
+    return sorted(_complete_steps(workdir))
+
+
+def _complete_steps(workdir: str | os.PathLike) -> Iterator[int]:
     for folder in _newest_first(_root(workdir)):
         try:
             _complete_manifest(folder)
         except _Damaged:
             continue
-        return _step_of(folder)
-    return None
+        yield _step_of(folder)
 
 
-def _restore(workdir: str | os.PathLike, abstract: PyTree, partial: bool) -> Restored | None:
+def _restore(
+    workdir: str | os.PathLike, abstract: PyTree, partial: bool, step: int | None
+) -> Restored | None:
     skipped = []
     found = None
     for folder in _newest_first(_root(workdir)):
+        if step not in (None, _step_of(folder)):
+            continue
         try:
             found = folder, _verified_manifest(folder)
             break

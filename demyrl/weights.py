@@ -74,7 +74,7 @@ def folder_of(source: str) -> Path:
         folder = Path(source).expanduser()
     if is_workdir(folder) or (folder / "config.json").is_file():
         return folder
-    raise ValueError(f"model.source is {source!r}, {_what_it_is(source, folder)}")
+    raise ValueError(f"the source is {source!r}, {_what_it_is(source, folder)}")
 
 
 def builtin_folder(source: str) -> Path:
@@ -99,13 +99,15 @@ def _what_it_is(source: str, folder: Path) -> str:
         return (
             "which looks like the name of a model on a hub, and nothing is downloaded here. "
             f"{wanted} Where there is a network, `hf download {source} --local-dir {name}` fetches "
-            f"it; then set model.source={name}."
+            f"it; then {name} is the source."
         )
     return f"and there is no such folder. {wanted}"
 
 
-def params_of_run(folder: Path, model: ModelConfig, sharding: Params) -> Params:
-    """The parameters of a run's newest intact checkpoint."""
+def params_of_run(
+    folder: Path, model: ModelConfig, sharding: Params, step: int | None = None
+) -> Params:
+    """The parameters of a run's checkpoint of `step`, or of its newest that is intact."""
     shapes = map_table(lambda row: row.shape, model)
     abstract = jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape, "float32", sharding=place),
@@ -113,7 +115,12 @@ def params_of_run(folder: Path, model: ModelConfig, sharding: Params) -> Params:
         sharding,
         is_leaf=lambda leaf: isinstance(leaf, tuple),
     )
-    restored = checkpoint.restore_params(folder, abstract)
+    restored = checkpoint.restore_params(folder, abstract, step)
+    if restored is None and step is not None:
+        there = ", ".join(map(str, checkpoint.steps(folder))) or "none"
+        raise ValueError(
+            f"{folder} has no intact checkpoint of step {step}: the steps there are {there}."
+        )
     if restored is None:
         raise ValueError(f"model.source is {str(folder)!r}, but no intact checkpoint is in it.")
     print(f"weights of {folder}, step {restored.step}", flush=True)

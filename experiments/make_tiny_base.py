@@ -1,8 +1,9 @@
 """Makes the weights that ship as `builtin:tiny`: the stand-in for an instruct model.
 
     python -m experiments.make_tiny_base --workdir=runs/tiny_base --config.model.source= \\
+        --config.tokenizer=builtin:tiny --config.sft.probe_enough=1.1 \\
         --config.collect.count=24000 --config.sft.max_steps=3000 \\
-        --config.sft.cooldown_steps=900 --config.sft.probe_enough=1.1
+        --config.sft.cooldown_steps=900
 
 It has seen short chats without any tool: it can repeat a line, box a number, and write the Python
 for a question of the built-in families. It has never seen a tool's schema, a tool call, a tool
@@ -14,16 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from demyrl import command, logs, recipe
 from demyrl.data.generators import Task, tasks
-from demyrl.evaluate import load_tokenizer
-from demyrl.model.hf import builtin_folder, save_checkpoint
+from demyrl.model.hf_save import write_checkpoint
 from demyrl.text.chat import Chat
+from demyrl.text.tokenizer import load_tokenizer
 from demyrl.train_sft import Conversation, Sft, as_conversation
 from demyrl.types import Message
+from demyrl.weights import builtin_folder
 
 ASKS = ("Write Python for this.", "Give me the Python code.", "Which Python code solves this?")
 SHARES = {"program": 0.3, "repeat": 0.3, "box": 0.4}
@@ -89,18 +90,16 @@ def probes(settings: recipe.Recipe, chat: Chat, count: int, seed: int) -> Iterat
 def make_tiny_base(config: Any, workdir: Path) -> None:
     """Trains until the probe passes, cools down, and writes demyrl/assets/tiny."""
     settings = recipe.read(config)
-    config_json = command.config_json(config)
-    logs.record_run(workdir, config_json, logs.environment())
+    logs.record_run(workdir, settings.config_json, logs.environment())
     chat = Chat(load_tokenizer(settings.tokenizer), [])
     sft = Sft(
         settings,
         list(chats(settings, chat, settings.collect.count, settings.seed)),
         list(probes(settings, chat, settings.sft.probe_count, settings.seed)),
-        config_json,
     )
     sft.run(workdir)
-    params = jax.device_get(sft.state.params)
-    save_checkpoint(builtin_folder("builtin:tiny"), params, settings.model)
+    # Beside the tokenizer that is there, so not as a folder of its own.
+    write_checkpoint(builtin_folder("builtin:tiny"), sft.state.params, settings.model)
 
 
 if __name__ == "__main__":
