@@ -1,5 +1,6 @@
 # make quickstart   the whole chain on this machine's CPU, into runs/quickstart (SEED=3 for another)
-# make test         the test suite on two cores (ARGS=-x for other options of pytest)
+# make test         the test suite on two cores (ARGS=-x for other options of pytest;
+#                   EXTRAS=test,parity,gym to compare with torch and reasoning-gym as well)
 # make lint         style and format, without changing anything
 # make clean        removes what these made, but not runs/
 
@@ -7,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
 ARGS ?= -n 2 --dist loadscope
+EXTRAS ?= test
 
 .PHONY: quickstart test lint clean
 
@@ -38,5 +40,5 @@ $(VENV)/.installed: setup.py $(VENV)/.made
 	@touch $@
 
 $(VENV)/.installed-test: setup.py $(VENV)/.made
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.installed

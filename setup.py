@@ -20,6 +20,7 @@ setup(
         "jinja2>=3.1",
         "matplotlib>=3.9",
         "ml-collections>=1.0",
+        "ml-dtypes>=0.5",
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.11.20",
@@ -32,6 +33,8 @@ setup(
     ],
     extras_require={
         "cuda": ["jax[cuda12]"],
+        "gym": ["reasoning-gym==0.1.25"],  # its verifiers change between versions
+        "parity": ["torch>=2.6"],  # the live comparison of the tests; nothing else needs torch
         "parquet": ["pyarrow>=15"],
         "tpu": ["jax[tpu]"],
         "test": [
