@@ -114,7 +114,7 @@ def tiny() -> dict:
             "extend_lengths": (32, 96),
             "early_return": 0.75,
             "temperature": 1.0,
-            "max_gap": 1e-4,  # mean |sampler - trainer| log-prob beyond which a run won't start
+            "max_gap": 1e-4,  # mean |sampler - trainer| log-prob that a run in float32 starts with
         },
         "evaluate": {
             "problems": "",  # a file of held-out problems; "" makes them

@@ -36,7 +36,7 @@ from demyrl.text.tokenizer import HERMES, load_tokenizer
 from demyrl.tools.sandbox import SandboxUnavailable
 from demyrl.tools.toolbox import ToolBox, ToolConfig
 from demyrl.types import ToolResult
-from demyrl.weights import shape_of, starting_params, tokenizer_of
+from demyrl.weights import compute_dtype, shape_of, starting_params, tokenizer_of
 
 CONTEXT = 4096  # tokens of a conversation, where neither user nor weights ask for fewer
 TEMPERATURE = 0.7  # of a conversation; a single answer is greedy
@@ -111,7 +111,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--source", required=True, help="checkpoint folder, workdir of a run, or builtin:tiny")
     add("--prompt", help="answer this and exit")
-    add("--json", action="store_true", help="with --prompt: ids, text and turns as one object")
+    about = "with --prompt: an object with the ids of all turns, the text of the last, and turns"
+    add("--json", action="store_true", help=about)
     add("--no_tools", action="store_true", help="no tool in the prompt; calls are only text")
     add("--isolation", choices=("bwrap", "unsafe"), default="bwrap", help="of the tool's programs")
     add("--template", default="", help=f"the checkpoint's own by default; {HERMES} or a file")
@@ -119,7 +120,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws: same seed, same conversation")
     add("--max_new_tokens", type=int, default=512, help="of an answer, all its turns together")
     add("--context", type=int, help=f"tokens of a conversation; default {CONTEXT} or the model's")
-    add("--dtype", choices=(AUTO, *DTYPES), default=AUTO, help="auto: float32 on CPU")
+    add("--dtype", choices=DTYPES, default=AUTO, help="auto: float32 on CPU")
     args = parser.parse_args(argv)
     if args.temperature is None:
         args.temperature = TEMPERATURE if args.prompt is None else 0.0
@@ -169,6 +170,11 @@ def make_chat(source: str, template: str, model: ModelConfig, schemas: list) -> 
                 f"--template {template} does not show tools to the model: use --no_tools, or "
                 f"--template {HERMES}."
             )
+        if not tokenizer.has_chatml:
+            raise ValueError(
+                f"the chat template of {source} knows no tools, and its tokenizer lacks the tokens "
+                f"of {HERMES}. Use --no_tools, or --template FILE."
+            )
         print(
             f"the chat template of {source} knows no tools, so {HERMES} takes its place "
             "(--no_tools keeps it).",
@@ -186,10 +192,14 @@ def make_chat(source: str, template: str, model: ModelConfig, schemas: list) -> 
 def load(args: argparse.Namespace, tools: ToolBox | None, notes: Console) -> Conversation:
     """A conversation that has not begun, its weights loaded and its programs compiled."""
     started = time.perf_counter()
-    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    model = shape_of(args.source, auto if args.dtype == AUTO else args.dtype)
+    model = shape_of(args.source, compute_dtype(args.dtype))
     context = context_of(args.context, model)
     chat = make_chat(args.source, args.template, model, tools.schemas if tools else [])
+    if args.prompt is not None and len(chat.prompt(args.prompt)) >= context:
+        raise ValueError(
+            f"the prompt has {len(chat.prompt(args.prompt))} tokens and the context holds "
+            f"{context}: no room for an answer. Shorten it, or raise --context."
+        )
     shapes = SamplerConfig(1, context, DECODE_STEPS, 1, EXTEND_LENGTHS, args.temperature)
     sampler = Sampler(model, shapes, chat.end_tokens)
     mesh = make_mesh(MeshConfig(1, 1))

@@ -8,9 +8,8 @@ is that of `model.source`; the config's own numbers describe random weights.
 import dataclasses
 import math
 import sys
+from pathlib import Path
 from typing import Any
-
-import jax
 
 from demyrl.command import config_json, frozen
 from demyrl.data import generators
@@ -19,130 +18,42 @@ from demyrl.data.generators import ProblemConfig
 from demyrl.learn.batch import AGGREGATIONS, PackConfig
 from demyrl.learn.loss import LossConfig
 from demyrl.learn.update import OptimizerConfig
-from demyrl.model.config import AUTO, ModelConfig
+from demyrl.model.config import ModelConfig
 from demyrl.model.sharding import MeshConfig, divisible
 from demyrl.rewards.grade import RewardConfig
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.rollout.sampler import SamplerConfig
+from demyrl.settings import (
+    ChatConfig,
+    CollectSettings,
+    EvaluateConfig,
+    Recipe,
+    RolloutSettings,
+    SelectConfig,
+    SftConfig,
+    TrainConfig,
+)
 from demyrl.text.prompts import STYLES
 from demyrl.tools.toolbox import ToolConfig
-from demyrl.weights import shape_of, tokenizer_of
+from demyrl.weights import compute_dtype, is_workdir, shape_of, tokenizer_of
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatConfig:
-    """How problems become prompts, and turns tokens."""
+def read(config: Any, workdir: Path | None = None) -> Recipe:
+    """The checked settings; ValueError names the key, its value, and what would work.
 
-    template: str  # "" for the tokenizer's own, "builtin:hermes", or a file
-    keep: bool  # append turns although the template would rewrite earlier ones
-    prompts: str  # what is said around a problem, see text/prompts.py
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectSettings:
-    """How many problems the teacher solves, and how many episodes run together."""
-
-    count: int
-    in_flight: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SftConfig:
-    """The cold start (paper, section 3.1)."""
-
-    demonstrations: str
-    rows_per_step: int
-    max_steps: int
-    probe_every: int
-    probe_count: int
-    probe_enough: float
-    cooldown_steps: int
-    save_every: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """The RL loop (paper, section 2.3)."""
-
-    pool: str
-    steps: int
-    problems: int
-    samples: int
-    updates: int
-    eval_every: int
-    save_every: int
-    keep: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectConfig:
-    """Model-aware selection (paper, section 3.3)."""
-
-    problems: int
-    samples: int
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    problems: str
-    samples: int
-    temperature: float
-    reply_start: str
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-    """What the three parts of the rollout need."""
-
-    sampler: SamplerConfig
-    episode: EpisodeConfig
-    early_return: float
-    max_gap: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Every stage's settings, checked."""
-
-    config_json: str  # the config as JSON, with the shape of the source
-    seed: int
-    tokenizer: str
-    chat: ChatConfig
-    source: str
-    head_chunk: int
-    model: ModelConfig
-    mesh: MeshConfig
-    tools: ToolConfig
-    problems: ProblemConfig
-    problems_path: str
-    eval_count: int
-    collect: CollectSettings
-    habits: Habits
-    sft: SftConfig
-    sft_optimizer: OptimizerConfig
-    sft_pack: PackConfig
-    rollout: RolloutSettings
-    evaluate: EvaluateConfig
-    select: SelectConfig
-    reward: RewardConfig
-    loss: LossConfig
-    aggregation: str
-    optimizer: OptimizerConfig
-    train: TrainConfig
-    pack: PackConfig
-
-
-def read(config: Any) -> Recipe:
-    """The checked settings; ValueError names the key, its value, and what would work."""
+    A run that goes on in its `workdir` needs its source no more.
+    """
     c = plain(config)
     check_keys(c)
     check_counts(c)
-    c["model"] |= shape_of_source(c["model"])
+    going_on = workdir is not None and is_workdir(workdir)
+    source = str(workdir) if going_on else c["model"]["source"]
+    c["model"] |= shape_of_source(c["model"], source)
     problems = frozen(ProblemConfig, without(c["problems"], "path", "eval_count"))
     recipe = Recipe(
         config_json=config_json(c),
         seed=c["seed"],
-        tokenizer=tokenizer(c["tokenizer"], c["model"]["source"]),
+        tokenizer=tokenizer(c["tokenizer"], source),
         chat=frozen(ChatConfig, c["chat"]),
         source=c["model"]["source"],
         head_chunk=c["head_chunk"],
@@ -175,14 +86,14 @@ def read(config: Any) -> Recipe:
     return recipe
 
 
-def shape_of_source(section: dict) -> dict:
-    """The model section's shape as `model.source` has it; a difference is told."""
-    if not section["source"]:
+def shape_of_source(section: dict, source: str) -> dict:
+    """The model section's shape as the source has it; a difference is told."""
+    if not source:
         return {}
-    shape = dataclasses.asdict(shape_of(section["source"], section["dtype"]))
+    shape = dataclasses.asdict(shape_of(source, section["dtype"]))
     other = [f"{key} {value}" for key, value in shape.items() if not same(value, section[key])]
     if other:
-        print(f"the model is that of {section['source']}: {', '.join(other)}", file=sys.stderr)
+        print(f"the model is that of {source}: {', '.join(other)}", file=sys.stderr)
     return shape
 
 
@@ -202,15 +113,12 @@ def tokenizer(given: str, source: str) -> str:
 
 
 def on_device(recipe: Recipe) -> Recipe:
-    """The recipe with the data type that this platform computes fastest in, where it is "auto".
+    """The recipe with a data type that this platform computes fast in, where it is "auto".
 
-    Loads JAX's devices, so stages that run programs call it after the sandbox has started. On a CPU
-    matrix products are faster in float32 (measured: experiments/LOG.md).
+    Loads JAX's devices, so stages that run programs call it after the sandbox has started.
     """
-    if recipe.model.dtype != AUTO:
-        return recipe
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype=dtype))
+    model = dataclasses.replace(recipe.model, dtype=compute_dtype(recipe.model.dtype))
+    return dataclasses.replace(recipe, model=model)
 
 
 def plain(section: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from demyrl import checkpoint, command, logs, recipe
+from demyrl.arrays import TrainState
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems
 from demyrl.data.stream import ProblemStream
@@ -34,14 +35,13 @@ from demyrl.learn.update import (
     learning_rate,
     make_optimizer,
     make_programs,
-    start_state,
     update,
 )
 from demyrl.model.sharding import make_mesh, rows_sharding
 from demyrl.records import reward_numbers, rollout_numbers, row_of
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem, Reward, Trajectory
-from demyrl.weights import keep_source, starting_params
+from demyrl.weights import first_state, is_workdir, keep_source
 
 MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s")
 PROBLEMS_WITHOUT_POOL = 2000
@@ -63,28 +63,30 @@ class Rl:
         temperature = settings.rollout.sampler.temperature
         self.agent = make_agent(settings, self.chat, tools, part.samples, temperature)
         problems = training_problems(settings)
-        for problem in problems:
+        held_out = eval_problems(settings) if part.eval_every else []
+        for problem in [*problems, *held_out]:
             self.agent.prompt(problem)  # refuses what does not fit, before any step
         self.stream = ProblemStream(problems, part.problems, settings.seed)
         self.mesh = make_mesh(settings.mesh)
-        optimizer = make_optimizer(settings.optimizer, settings.model)
+        self.optimizer = make_optimizer(settings.optimizer, settings.model)
         self.programs = make_programs(
-            settings.model, optimizer, self.loss, temperature, settings.head_chunk
+            settings.model, self.optimizer, self.loss, temperature, settings.head_chunk
         )
-        params = starting_params(settings.source, settings.model, self.mesh, settings.seed)
-        self.state = start_state(params, optimizer)
+        self.state: TrainState | None = None
         self.root = jax.random.key(settings.seed)
         self.gap_checked = False
 
     def loss(self, logprobs, batch):
         return grpo_loss(logprobs, batch, self.settings.loss)
 
-    def resume(self, workdir: Path) -> int:
-        """The step to go on from: 0, or that of the newest checkpoint, which is then loaded."""
-        restored = checkpoint.restore(workdir, checkpoint.like(self.state))
+    def start(self, workdir: Path) -> int:
+        """Loads the newest checkpoint or the first weights; returns the step to go on from."""
+        s = self.settings
+        self.state, restored = first_state(
+            workdir, s.source, s.model, self.mesh, s.seed, self.optimizer
+        )
         if restored is None:
             return 0
-        self.state = restored.state
         self.stream.restore(restored.extra["stream"])
         return restored.step
 
@@ -119,8 +121,8 @@ class Rl:
     def score(self, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], dict]:
         """Old log-probs of the training graph, entropy, and the gap to the sampler's numbers.
 
-        Raises RuntimeError at the first step of a run when the two disagree: what is trained would
-        not be what was sampled.
+        Raises RuntimeError at the first step of a run in float32 when the two disagree: what is
+        trained would not be what was sampled. In bfloat16 the gap is for the metrics to tell.
         """
         examples = [Example(t.tokens, t.sampled.astype(np.float32)) for t in trajectories]
         packed = pack(examples, self.settings.pack)
@@ -137,11 +139,12 @@ class Rl:
             "policy/sampler_gap_max": float(gap[sampled].max()),
         }
         most = self.settings.rollout.max_gap
-        if not self.gap_checked and not numbers["policy/sampler_gap"] <= most:
+        limited = self.settings.model.dtype == "float32" and not self.gap_checked
+        if limited and not numbers["policy/sampler_gap"] <= most:
             raise RuntimeError(
                 f"the sampler and the trainer disagree on the log-probs of the first rollout by "
                 f"{numbers['policy/sampler_gap']:.2e} nats on average; rollout.max_gap allows "
-                f"{most:.2e}. In float32 this is a bug; in bfloat16 raise rollout.max_gap."
+                f"{most:.2e}. In float32 this is a bug."
             )
         self.gap_checked = True
         return logprobs, numbers
@@ -240,14 +243,16 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
 
 def train(config: Any, workdir: Path) -> None:
     """The stage: leaves checkpoints, metrics.jsonl and rollouts/ in the workdir."""
-    settings = recipe.read(config)
+    settings = recipe.read(config, workdir)
     logs.record_run(workdir, settings.config_json, logs.environment(), MAY_CHANGE)
     part = settings.train
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
         rl = Rl(settings, tools)
-        keep_source(workdir, settings.source, settings.tokenizer, rl.chat.tokenizer.template)
-        first = rl.resume(workdir)
+        if not is_workdir(workdir):
+            template = rl.chat.tokenizer.template
+            keep_source(workdir, settings.source, settings.tokenizer, template)
+        first = rl.start(workdir)
         with logs.Logs(workdir, part.steps, first) as log:
             for step in range(first, part.steps):
                 with log.timer("step"):

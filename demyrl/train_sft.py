@@ -31,7 +31,6 @@ from demyrl.learn.update import (
     learning_rate,
     make_optimizer,
     make_programs,
-    start_state,
     update,
 )
 from demyrl.model.sharding import make_mesh, rows_sharding
@@ -39,7 +38,7 @@ from demyrl.text.chat import Chat, messages_from_row
 from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Message
-from demyrl.weights import keep_source, starting_params
+from demyrl.weights import first_state, is_workdir, keep_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +67,17 @@ def read_conversations(settings: recipe.Recipe, chat: Chat) -> list[Conversation
             all_rows.append(as_conversation(chat, messages_from_row(row), most))
         except ValueError as error:
             raise ValueError(f"{path}, row {number}: {error}") from error
-    fitting = [c for c in all_rows if len(c.tokens) <= settings.sft_pack.row_tokens]
+    longest = settings.sft_pack.row_tokens
+    longest = min(longest, settings.model.max_positions or longest)
+    fitting = [c for c in all_rows if len(c.tokens) <= longest]
     if not fitting:
         raise ValueError(
-            f"none of the {len(all_rows)} conversations in {path} fits in sft.pack.row_tokens = "
-            f"{settings.sft_pack.row_tokens}."
+            f"none of the {len(all_rows)} conversations in {path} fits in {longest} tokens, the "
+            "smaller of sft.pack.row_tokens and what the model was made for."
         )
     if len(fitting) < len(all_rows):
         left_out = len(all_rows) - len(fitting)
-        print(f"{left_out} of {len(all_rows)} conversations are longer than a row: left out")
+        print(f"{left_out} conversations of {len(all_rows)} pass {longest} tokens: left out")
     return fitting
 
 
@@ -121,20 +122,21 @@ class Sft:
         self.conversations, self.probes = conversations, probes
         self.stream = RowStream(len(self.conversations), part.rows_per_step, settings.seed)
         self.mesh = make_mesh(settings.mesh)
-        optimizer = make_optimizer(settings.sft_optimizer, settings.model)
+        self.optimizer = make_optimizer(settings.sft_optimizer, settings.model)
         self.programs: Programs = make_programs(
-            settings.model, optimizer, sft_loss, 1.0, settings.head_chunk
+            settings.model, self.optimizer, sft_loss, 1.0, settings.head_chunk
         )
-        params = starting_params(settings.source, settings.model, self.mesh, settings.seed)
-        self.state: TrainState = start_state(params, optimizer)
+        self.state: TrainState | None = None
         self.cooling_from: int | None = None
 
-    def resume(self, workdir: Path) -> int:
-        """The step to go on from: 0, or that of the newest checkpoint, which is then loaded."""
-        restored = checkpoint.restore(workdir, checkpoint.like(self.state))
+    def start(self, workdir: Path) -> int:
+        """Loads the newest checkpoint or the first weights; returns the step to go on from."""
+        s = self.settings
+        self.state, restored = first_state(
+            workdir, s.source, s.model, self.mesh, s.seed, self.optimizer
+        )
         if restored is None:
             return 0
-        self.state = restored.state
         self.stream.restore(restored.extra["stream"])
         self.cooling_from = restored.extra["cooling_from"]
         return restored.step
@@ -195,7 +197,7 @@ class Sft:
     def run(self, workdir: Path) -> None:
         """All steps from the newest checkpoint on; leaves metrics.jsonl and checkpoints."""
         part = self.settings.sft
-        step, copied = self.resume(workdir), 0.0
+        step, copied = self.start(workdir), 0.0
         with logs.Logs(workdir, part.max_steps, step) as log:
             while not self.finished(step):
                 numbers = self.step(step)
@@ -211,12 +213,13 @@ class Sft:
 
 def train_sft(config: Any, workdir: Path) -> None:
     """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
-    settings = recipe.read(config)
+    settings = recipe.read(config, workdir)
     logs.record_run(workdir, settings.config_json, logs.environment(), ("sft.save_every",))
     command.enable_compilation_cache()
     chat = make_chat(settings, ToolBox(settings.tools))
     conversations, probes = read_conversations(settings, chat), probe_set(settings, chat)
-    keep_source(workdir, settings.source, settings.tokenizer, chat.tokenizer.template)
+    if not is_workdir(workdir):
+        keep_source(workdir, settings.source, settings.tokenizer, chat.tokenizer.template)
     Sft(settings, conversations, probes).run(workdir)
 
 

@@ -9,17 +9,27 @@ import importlib.resources
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from demyrl import checkpoint
+from demyrl.arrays import TrainState
 from demyrl.command import frozen
-from demyrl.model.config import ModelConfig
+from demyrl.learn.update import abstract_state, start_state
+from demyrl.model.config import AUTO, ModelConfig
 from demyrl.model.hf_config import read_config
 from demyrl.model.hf_load import load_params
 from demyrl.model.sharding import params_sharding
-from demyrl.model.transformer import Params, init_params, map_table
+from demyrl.model.transformer import (
+    Parameter,
+    Params,
+    init_params,
+    is_parameter,
+    parameter_table,
+)
 
 BUILTIN = "builtin:"
 KEPT = "source"  # the folder of a workdir that holds the small files of its source
@@ -31,6 +41,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
 )
 TEMPLATE = "chat_template.jinja"
 
@@ -54,10 +65,19 @@ def shape_of(source: str, dtype: str) -> ModelConfig:
     """The shape of the model in a source that is not ""; `dtype` is that of its computations."""
     folder = folder_of(source)
     if is_workdir(folder):
-        recorded = json.loads((folder / "config.json").read_text())["model"]
-        shape = {key: value for key, value in recorded.items() if key != "source"}
+        shape = {key: x for key, x in recorded_model(folder).items() if key != "source"}
         return frozen(ModelConfig, {**shape, "dtype": dtype})
     return read_config(folder, dtype)
+
+
+def compute_dtype(dtype: str) -> str:
+    """The data type to compute in: what was asked for, or for "auto" the platform's fastest.
+
+    Loads JAX's devices. On a CPU products are faster in float32 (measured: experiments/LOG.md).
+    """
+    if dtype != AUTO:
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def tokenizer_of(source: str) -> str:
@@ -72,7 +92,8 @@ def folder_of(source: str) -> Path:
         folder = builtin_folder(source)
     else:
         folder = Path(source).expanduser()
-    if is_workdir(folder) or (folder / "config.json").is_file():
+    published = (folder / "config.json").is_file() and not recorded_model(folder)
+    if published or is_workdir(folder):
         return folder
     raise ValueError(f"the source is {source!r}, {_what_it_is(source, folder)}")
 
@@ -84,7 +105,17 @@ def builtin_folder(source: str) -> Path:
 
 def is_workdir(folder: Path) -> bool:
     """Whether a folder is that of a run with checkpoints."""
-    return (folder / "checkpoints").is_dir()
+    return (folder / "checkpoints").is_dir() and bool(recorded_model(folder))
+
+
+def recorded_model(folder: Path) -> dict[str, Any]:
+    """The model section of a run's config; empty where the folder is not that of a run."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    section = config.get("model") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _what_it_is(source: str, folder: Path) -> str:
@@ -92,8 +123,11 @@ def _what_it_is(source: str, folder: Path) -> str:
         "Weights must be on disk: give a folder with config.json and model.safetensors (or its "
         "shards), or the workdir of a run."
     )
+    if recorded_model(folder):
+        return f"the folder of a run without a checkpoint. {wanted}"
     if folder.is_dir():
         return f"a folder with neither config.json nor checkpoints/. {wanted}"
+    source = source.rstrip("/").removeprefix("https://huggingface.co/").removeprefix("hf://")
     if source.count("/") == 1 and not source.startswith((".", "~", "/")):
         name = source.split("/")[1]
         return (
@@ -104,17 +138,39 @@ def _what_it_is(source: str, folder: Path) -> str:
     return f"and there is no such folder. {wanted}"
 
 
+def first_state(
+    workdir: Path,
+    source: str,
+    model: ModelConfig,
+    mesh: Mesh,
+    seed: int,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, checkpoint.Restored | None]:
+    """The state that a run goes on from, and the checkpoint it is from; a new state without one.
+
+    The source is not read where there is a checkpoint, so two states never exist at a time.
+    """
+    abstract = abstract_params(model, params_sharding(model, mesh))
+    restored = checkpoint.restore(workdir, abstract_state(abstract, optimizer))
+    if restored is not None:
+        return restored.state, restored
+    return start_state(starting_params(source, model, mesh, seed), optimizer), None
+
+
+def abstract_params(model: ModelConfig, sharding: Params) -> Params:
+    """The shapes and places of the parameters, without the parameters."""
+
+    def leaf(row: Parameter, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(row.shape, "float32", sharding=place)
+
+    return jax.tree.map(leaf, parameter_table(model), sharding, is_leaf=is_parameter)
+
+
 def params_of_run(
     folder: Path, model: ModelConfig, sharding: Params, step: int | None = None
 ) -> Params:
     """The parameters of a run's checkpoint of `step`, or of its newest that is intact."""
-    shapes = map_table(lambda row: row.shape, model)
-    abstract = jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape, "float32", sharding=place),
-        shapes,
-        sharding,
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
-    )
+    abstract = abstract_params(model, sharding)
     restored = checkpoint.restore_params(folder, abstract, step)
     if restored is None and step is not None:
         there = ", ".join(map(str, checkpoint.steps(folder))) or "none"

@@ -257,6 +257,12 @@ def test_nulls_in_arguments_are_rendered(tokenizer):
     assert tokenizer.decode(tokens).count('"arguments": {"x": null}}') == 1
 
 
+def test_a_template_that_trims_a_question_is_refused(variant):
+    trimming = variant("user\\n' + message.content", "user\\n' + message.content|trim")
+    with pytest.raises(ValueError, match="does not only append: for a single question"):
+        Chat(trimming, [SCHEMA], keep=True)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     with pytest.raises(ValueError, match="does not only append.*<think>.*--config.chat.keep=True"):
         Chat(qwen("qwen3-tokenizer"), [SCHEMA])

@@ -113,6 +113,12 @@ def test_a_run_whose_sampler_and_trainer_disagree_does_not_start(tmp_path, monke
         train(shrunk_config(train__steps=1), tmp_path / "rl")
 
 
+def test_in_bfloat16_the_gap_is_told_and_stops_nothing(tmp_path):
+    train(shrunk_config(train__steps=1, model__dtype="bfloat16"), tmp_path / "rl")
+    (numbers,) = read_rows(tmp_path / "rl" / "metrics.jsonl")
+    assert 1e-4 < numbers["policy/sampler_gap"] < 0.1
+
+
 def shifted(trajectory):
     import dataclasses
 

@@ -15,7 +15,7 @@ LAYERS = (  # a module may import those of earlier lines and those of its own fo
     {"rollout", "rewards", "learn"},
     {"checkpoint"},
     {"command", "records"},
-    {"weights"},
+    {"weights", "settings"},
     {"recipe"},
     {"evaluate", "collect", "plan", "chat"},
     {"train", "train_sft", "select_problems", "export"},

@@ -69,4 +69,6 @@ def test_every_command_of_the_quickstart_is_understood(tmp_path):
 
     for words in quickstart.stages(tmp_path, 3, []).values():
         config, _ = command.parse(words[1:])
+        if str(tmp_path) in config.model.source:  # an earlier stage's, which has not run here
+            config.model.source = "builtin:tiny"
         assert recipe.read(config).seed == 3

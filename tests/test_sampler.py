@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demyrl.model.transformer import hidden_states, output_embedding
+from demyrl.rollout import sampler as sampling
 from demyrl.rollout.sampler import (
     Feed,
     Sampler,
@@ -131,6 +132,37 @@ def test_draws_follow_the_distribution_over_several_blocks(vocab):
     assert counts[probs == 0].sum() == 0
     spread = np.sqrt(count * probs * (1 - probs))
     assert (np.abs(counts - count * probs) <= 5 * spread + 2).all()
+
+
+def test_no_uniform_number_draws_a_token_of_probability_zero(monkeypatch):
+    vocab, count = 20_000, 2**14
+    probs = np.random.default_rng(0).random(vocab)
+    probs[:: sampling.DRAW_BLOCK] = 0  # the first of each block, next to an edge of the sums
+    probs = jnp.asarray(probs / probs.sum(), jnp.float32)
+    sums = np.cumsum(np.pad(probs, (0, -vocab % 128)).reshape(-1, 128).sum(1, dtype=np.float32))
+    near = (sums[:, None] * (1 + np.arange(-50, 51) * 2.0**-24)).reshape(-1)
+    numbers = jnp.asarray(np.clip(near, 0, 1 - 2.0**-23)[:count], jnp.float32)
+    monkeypatch.setattr(sampling, "shares_of", lambda keys, positions: numbers)
+    keys = jnp.zeros((len(numbers), 2), jnp.uint32)
+    rows = jnp.broadcast_to(probs, (len(numbers), vocab))
+    tokens = draw_tokens(rows, keys, jnp.zeros(len(numbers), jnp.int32))
+    assert (probs[tokens] > 0).all()
+
+
+def test_chunks_of_one_token_go_to_their_own_rows():
+    """Also where as many rows are fed as there are, which decoding does for all of them."""
+    feeds = [Feed(3, 0, [5, 9]), Feed(1, 0, [7, 8])]
+
+    def after(lengths):
+        made = Sampler(MODEL, SamplerConfig(4, 16, 4, 4, lengths, 1.0), END)
+        made.load(params())
+        made.extend(feeds)
+        for feed in ([Feed(3, 2, [11])], [Feed(1, 2, [12]), Feed(3, 3, [13])]):
+            made.extend(feed)
+        return jax.device_get((made.cache.keys[1][1, :, :3], made.cache.keys[1][3, :, :4]))
+
+    for got, want in zip(after((1, 8)), after((8,)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_greedy_takes_the_likeliest_token():

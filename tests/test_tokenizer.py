@@ -234,12 +234,40 @@ def test_weights_without_a_tokenizer_are_told_from_an_empty_folder(copy, weights
     assert ("model weights but no" in str(raised.value)) == weights
 
 
+TURN = TINY.end_tokens[0]
+
+
 @pytest.mark.parametrize(
-    ("ids", "more"), [(5, (5,)), ([5, TINY.end_tokens[0], 6], (5, 6)), (None, ()), ([], ())]
+    ("ids", "ends"),
+    [
+        (5, (TURN, 5)),
+        ([5, TURN, 6], (TURN, 5, 6)),
+        (None, TINY.end_tokens),
+        ([], TINY.end_tokens),
+    ],
 )
-def test_what_a_generation_config_ends_on_ends_turns_too(copy, ids, more):
+def test_what_a_generation_config_ends_on_ends_turns_and_end_of_turn_does(copy, ids, ends):
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    assert load_tokenizer(str(copy)).end_tokens == (*TINY.end_tokens, *more)
+    assert load_tokenizer(str(copy)).end_tokens == ends
+
+
+def test_the_size_is_one_more_than_the_largest_id(copy):
+    file = copy / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["farthest"] = 4999
+    file.write_text(json.dumps(content))
+    assert load_tokenizer(str(copy)).vocab_size == 5000
+
+
+def test_what_an_assistant_says_may_be_marked_in_a_template(copy):
+    file = copy / "chat_template.jinja"
+    plain = file.read_text()
+    said = "{{- '<|im_start|>assistant\\n' + message.content }}"
+    assert said in plain
+    file.write_text(plain.replace(said, "{%- generation %}" + said + "{%- endgeneration %}"))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    marked = load_tokenizer(str(copy)).render(messages, None, False)
+    assert marked == TINY.render(messages, None, False)
 
 
 @pytest.mark.parametrize("ids", [151645, [1, -1], "2", [True]])

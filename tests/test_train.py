@@ -16,11 +16,12 @@ from tests.tiny import shrunk_config
 
 
 @pytest.fixture(scope="module")
-def rl():
+def rl(tmp_path_factory):
     """A run with the tool off, its weights, and the trajectories of one step."""
     settings = read(shrunk_config(tools__enabled=False, train__problems=2, train__updates=1))
     with ToolBox(settings.tools) as tools:
         run = Rl(settings, tools)
+        run.start(tmp_path_factory.mktemp("rl"))
         run.agent.sampler.load(run.state.params)
         rollout = run.agent.roll_out(run.stream.next(), run.root, 0, 0)
     return run, run.state, rollout.trajectories

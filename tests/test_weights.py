@@ -1,20 +1,22 @@
 """Where weights come from: what each kind of source brings with it, and what is refused."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from demyrl import recipe
+from demyrl import logs, recipe
 from demyrl.learn.update import make_optimizer, start_state
 from demyrl.model.sharding import MeshConfig, make_mesh
 from demyrl.text.chat import Chat
 from demyrl.text.tokenizer import load_tokenizer
 from demyrl.tools.interpreter import SCHEMA
-from demyrl.train_sft import Sft
+from demyrl.train_sft import Conversation, Sft
 from demyrl.weights import (
     builtin_folder,
+    first_state,
     folder_of,
     is_workdir,
     keep_source,
@@ -25,44 +27,80 @@ from demyrl.weights import (
 from tests.tiny import shrunk_config
 
 
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """A run that was saved before its first step, with another template than its tokenizer's."""
-    folder = tmp_path_factory.mktemp("run")
-    settings = recipe.read(shrunk_config(chat__template="builtin:hermes"))
-    (folder / "config.json").write_text(settings.config_json)
-    chat = Chat(load_tokenizer(settings.tokenizer, settings.chat.template), [SCHEMA])
-    keep_source(folder, settings.source, settings.tokenizer, chat.tokenizer.template)
-    settings = recipe.on_device(settings)
-    run = Sft.__new__(Sft)
-    run.settings, run.cooling_from = settings, None
-    params = starting_params(settings.source, settings.model, make_mesh(MeshConfig(1, 1)), 0)
-    run.state = start_state(params, make_optimizer(settings.sft_optimizer, settings.model))
-    run.stream = type("Stream", (), {"state": staticmethod(dict)})
-    run.save(folder, 0, keep=1)
+def copy_of_tiny(folder, **changes):
+    """The checkpoint that ships, as a folder of its own with changed keys in its config.json."""
+    folder.mkdir()
+    for file in builtin_folder("builtin:tiny").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
 
 
-def test_a_run_brings_the_shape_and_the_weights_it_began_with(workdir):
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run that was saved before its first step, whose source is gone; it had another template
+    than its tokenizer's own."""
+    folder = tmp_path_factory.mktemp("run")
+    source = copy_of_tiny(tmp_path_factory.mktemp("gone") / "source")
+    config = shrunk_config(model__source=str(source), chat__template="builtin:hermes")
+    settings = recipe.on_device(recipe.read(config))
+    logs.record_run(folder, settings.config_json, {})
+    chat = Chat(load_tokenizer(settings.tokenizer, settings.chat.template), [SCHEMA])
+    keep_source(folder, settings.source, settings.tokenizer, chat.tokenizer.template)
+    whole = Conversation(np.arange(5, dtype=np.int32), np.ones(5, bool))
+    run = Sft(settings, [whole] * 8, [])
+    assert run.start(folder) == 0
+    run.save(folder, 0, keep=1)
+    shutil.rmtree(source)
+    return folder, config
+
+
+@pytest.fixture
+def run_folder(workdir):
+    return workdir[0]
+
+
+def test_a_run_brings_the_shape_and_the_weights_it_began_with(run_folder):
     base = shape_of("builtin:tiny", "float32")
-    assert shape_of(str(workdir), "float32") == base
+    assert shape_of(str(run_folder), "float32") == base
     mesh = make_mesh(MeshConfig(1, 1))
-    there = starting_params(str(workdir), base, mesh, 0)
+    there = starting_params(str(run_folder), base, mesh, 0)
     here = starting_params("builtin:tiny", base, mesh, 0)
     jax.tree.map(np.testing.assert_array_equal, there, here)
 
 
-def test_a_run_brings_its_tokenizer_with_the_template_it_used(workdir):
-    kept, hermes = load_tokenizer(tokenizer_of(str(workdir))), "builtin:hermes"
+def test_a_run_brings_its_tokenizer_with_the_template_it_used(run_folder):
+    kept, hermes = load_tokenizer(tokenizer_of(str(run_folder))), "builtin:hermes"
     assert kept.template == load_tokenizer("builtin:tiny", hermes).template
     assert kept.template != load_tokenizer("builtin:tiny").template
 
 
-def test_a_run_can_be_continued_when_its_source_is_gone(workdir):
-    config = shrunk_config(model__source=str(workdir))
-    settings = recipe.read(config)
-    assert settings.tokenizer == str(workdir / "source")
-    assert settings.model.vocab == 768
+def test_a_run_goes_on_when_its_source_is_gone(workdir):
+    folder, config = workdir
+    with pytest.raises(ValueError, match="there is no such folder"):
+        recipe.read(config)
+    settings = recipe.on_device(recipe.read(config, folder))
+    assert settings.tokenizer == str(folder / "source")
+    run = Sft(settings, [Conversation(np.arange(5, dtype=np.int32), np.ones(5, bool))] * 8, [])
+    assert run.start(folder) == 0
+    want = starting_params("builtin:tiny", settings.model, run.mesh, 0)
+    jax.tree.map(np.testing.assert_array_equal, run.state.params, want)
+
+
+def test_a_state_that_was_restored_is_placed_like_a_new_one(workdir):
+    folder, config = workdir
+    settings = recipe.on_device(recipe.read(config, folder))
+    mesh = make_mesh(MeshConfig(4, 1))
+    optimizer = make_optimizer(settings.sft_optimizer, settings.model)
+    state, _ = first_state(folder, "", settings.model, mesh, 0, optimizer)
+    fresh = start_state(starting_params("builtin:tiny", settings.model, mesh, 0), optimizer)
+    jax.tree.map(np.testing.assert_array_equal, state, fresh)
+    jax.tree.map(lambda a, b: _same_place(a, b), state, fresh)
+
+
+def _same_place(one, other):
+    assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
 def test_random_weights_bring_no_tokenizer():
@@ -95,6 +133,7 @@ def test_the_data_type_is_float32_on_a_cpu():
     [
         ("Qwen/Qwen3-4B", "looks like the name of a model on a hub, and nothing is downloaded"),
         ("Qwen/Qwen3-4B", "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B` fetches it"),
+        ("https://huggingface.co/Qwen/Qwen3-4B/", "`hf download Qwen/Qwen3-4B --local-dir"),
         ("/nowhere/at/all", "there is no such folder. Weights must be on disk"),
         ("builtin:huge", "there is no such folder"),
     ],
@@ -110,20 +149,20 @@ def test_an_empty_folder_is_refused(tmp_path):
         folder_of(str(tmp_path))
 
 
+def test_a_run_without_a_checkpoint_is_no_source(tmp_path):
+    logs.record_run(tmp_path, recipe.read(shrunk_config()).config_json, {})
+    with pytest.raises(ValueError, match="the folder of a run without a checkpoint"):
+        folder_of(str(tmp_path))
+
+
 def test_a_context_longer_than_the_weights_were_made_for_is_refused(tmp_path):
-    for file in builtin_folder("builtin:tiny").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    source = copy_of_tiny(tmp_path / "source", max_position_embeddings=100)
     with pytest.raises(ValueError, match="rollout.context is 160, .* sequences of up to 100"):
-        recipe.read(shrunk_config(model__source=str(tmp_path)))
+        recipe.read(shrunk_config(model__source=str(source)))
 
 
 def test_another_tokenizer_does_not_get_the_end_tokens_of_the_source(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in builtin_folder("builtin:tiny").iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = copy_of_tiny(tmp_path / "source")
     (source / "generation_config.json").write_text('{"eos_token_id": 7}')
     template = load_tokenizer("builtin:tiny").template
     keep_source(tmp_path / "same", str(source), str(source), template)

@@ -162,3 +162,18 @@ def start_state(params: Params, optimizer: optax.GradientTransformation) -> Trai
     everywhere = replicated_beside(params)
     state = TrainState(jnp.int32(0), params, optimizer.init(params))
     return jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, everywhere), state)
+
+
+def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The shapes and places of `start_state`, from those of the parameters, without its arrays."""
+    everywhere = replicated_beside(params)
+
+    def beside(leaf, param):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
+
+    def alone(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+
+    moments = jax.eval_shape(optimizer.init, params)
+    moments = optax.tree.map_params(optimizer, beside, moments, params, transform_non_params=alone)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere), params, moments)

@@ -166,7 +166,7 @@ def refuse_other_parts(keys: Keys, kind: str) -> None:
             "here. Take another model.",
         )
     layers = keys["layer_types"]
-    if layers is not None and layers != ["full_attention"] * len(layers):
+    if layers is not None and (type(layers) is not list or set(layers) - {"full_attention"}):
         raise keys.wrong("layer_types", 'only layers of "full_attention" are computed.')
 
 

@@ -74,15 +74,18 @@ def for_sampling(params: Params, config: ModelConfig) -> Params:
 def forward_cached(
     weights: Params,
     cache: KVCache,
-    rows: Int[Array, " R"],
+    rows: Int[Array, " R"] | None,
     tokens: Int[Array, "R C"],
     positions: Int[Array, "R C"],
     real: Bool[Array, "R C"],
     config: ModelConfig,
 ) -> tuple[KVCache, Float[Array, "R C D"]]:
-    """One pass of C new tokens in R rows: the cache with them in it, and their hidden states."""
+    """One pass of C new tokens in R rows: the cache with them in it, and their hidden states.
+
+    Without `rows` these are all rows of the cache in order, which need not be gathered then.
+    """
     capacity = cache.keys[0].shape[2]
-    whole = rows.shape[0] == cache.keys[0].shape[0] and tokens.shape[1] == 1
+    whole, rows = rows is None, jnp.arange(tokens.shape[0]) if rows is None else rows
     slots_RC = jnp.where(real, positions, capacity)  # out of range: the write is dropped
     visible_RCS = jnp.arange(capacity) <= positions[..., None]
     x_RCD = embed(weights, tokens, config)
@@ -129,6 +132,15 @@ def sample_tokens(
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
+def shares_of(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
+    """A uniform number in [0, 1) for each row."""
+
+    def uniform(key, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+
+    return jax.vmap(uniform)(keys, positions)
+
+
 def draw_tokens(
     probs: Float[Array, "B V"], keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
@@ -137,21 +149,19 @@ def draw_tokens(
     Noise for every token of the vocabulary, as in the Gumbel trick, would take longer on a CPU than
     the head itself (see experiments/LOG.md). A token of probability 0 is never drawn.
     """
-
-    def uniform(key, position):
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
-
     blocks_BNC = jnp.pad(probs, ((0, 0), (0, -probs.shape[1] % DRAW_BLOCK))).reshape(
         probs.shape[0], -1, DRAW_BLOCK
     )
     shares_BN = blocks_BNC.sum(axis=-1)
-    edges_BN = jnp.cumsum(shares_BN, axis=-1)
-    left_B1 = jax.vmap(uniform)(keys, positions)[:, None] * edges_BN[:, -1:]
+    edges_BN = jax.lax.cummax(jnp.cumsum(shares_BN, axis=-1), axis=1)
+    left_B1 = shares_of(keys, positions)[:, None] * edges_BN[:, -1:]
     block_B1 = jnp.sum(edges_BN <= left_B1, axis=-1, keepdims=True)
+    # Sums round differently in another order, so what is left may be a last digit below 0.
     left_B1 -= jnp.take_along_axis(edges_BN - shares_BN, block_B1, axis=-1)
+    left_B1 = jnp.maximum(left_B1, 0.0)
     block_BC = jnp.take_along_axis(blocks_BNC, block_B1[..., None], axis=1)[:, 0]
     inside_B = jnp.sum(jnp.cumsum(block_BC, axis=-1) <= left_B1, axis=-1)
-    rounded_B = inside_B == DRAW_BLOCK  # the sums of blocks and in a block differ in the last digit
+    rounded_B = inside_B == DRAW_BLOCK  # ... or a last digit above the block's sum
     inside_B = jnp.where(rounded_B, jnp.argmax(block_BC, axis=-1), inside_B)
     return block_B1[:, 0] * DRAW_BLOCK + inside_B
 
@@ -196,7 +206,7 @@ def decode(
         active = going(chunk)
         positions = lengths + chunk.counts
         cache, hidden = forward_cached(
-            weights, cache, rows, last[:, None], positions[:, None], active[:, None], config
+            weights, cache, None, last[:, None], positions[:, None], active[:, None], config
         )
         logits = jnp.einsum("bd,vd->bv", hidden[:, 0], head, preferred_element_type=jnp.float32)
         tokens, logprobs = sample_tokens(logits, keys, positions, temperature)

@@ -27,7 +27,7 @@ FOLLOWERS = {
     "tool": ("tool", "assistant"),
 }
 PROBE = (
-    Message("user", "Question"),
+    Message("user", " Question \n"),  # a template that trims it would not render what is asked
     Message(
         "assistant",
         "<think>\nPlan\n</think>\n\nFirst",

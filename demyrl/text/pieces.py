@@ -111,7 +111,8 @@ def without_tool_support(tokenizer: Tokenizer, reason: str) -> str:
     hermes = f"--config.chat.template={HERMES}, " if tokenizer.has_chatml else ""
     return (
         f"the chat template of {tokenizer.origin} has no tool support: {reason} Use {hermes}"
-        "another template (--config.chat.template=FILE), or no tools."
+        "another template (--config.chat.template=FILE), or no tools (chat.prompts=no_tool and "
+        "tools.enabled=False)."
     )
 
 

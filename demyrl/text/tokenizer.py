@@ -36,7 +36,7 @@ def load_tokenizer(path: str, template: str = "") -> "Tokenizer":
     folder = _folder(path)
     fast = _fast_tokenizer(folder / "tokenizer.json")
     config = _read_json(folder / "tokenizer_config.json")
-    ends = _generation_ends(folder / "generation_config.json", fast.get_vocab_size())
+    ends = _generation_ends(folder / "generation_config.json", _ids_below(fast))
     file = _template_file(template) if template else folder / "chat_template.jinja"
     text = _read_text(file) if template or file.is_file() else _template_in(config, folder, fast)
     if template == HERMES and not _has_chatml(fast):
@@ -74,7 +74,7 @@ class Tokenizer:
         self.origin = origin  # where the template comes from
         self.has_chatml = _has_chatml(fast)
         self.markup_pattern = _any_of(list(self._markup))
-        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = _ids_below(fast)
         self.end_tokens: tuple[int, ...] = _end_tokens(fast, self._named.get("eos_token"), ends)
         pad = self._named.get("pad_token", END_OF_TURN[-1])
         self.pad: int = self._markup.get(pad, self.end_tokens[-1])
@@ -147,7 +147,7 @@ def _folder(path: str) -> pathlib.Path:
     weights = "model weights but " if any(folder.glob("*.safetensors")) else ""
     raise FileNotFoundError(
         f"{folder} has {weights}no {' and no '.join(missing)}. Copy the tokenizer files of the "
-        "model's original repository there, or name another folder with --config.tokenizer=DIR. "
+        "model's original repository there, or name another folder: --config.tokenizer=DIR. "
         "A slow tokenizer becomes a fast one with transformers' save_pretrained."
     )
 
@@ -233,6 +233,11 @@ def _template_in(config: dict[str, Any], folder: pathlib.Path, fast: tokenizers.
     )
 
 
+def _ids_below(fast: tokenizers.Tokenizer) -> int:
+    """One more than the largest id, which is more than the number of tokens where ids have gaps."""
+    return 1 + max(fast.get_vocab(with_added_tokens=True).values())
+
+
 def _has_chatml(fast: tokenizers.Tokenizer) -> bool:
     added = {token.content for token in fast.get_added_tokens_decoder().values()}
     return added.issuperset(CHATML)
@@ -257,7 +262,8 @@ def _any_of(literals: list[str]) -> re.Pattern[str]:
 def _end_tokens(
     fast: tokenizers.Tokenizer, eos: str | None, more: Sequence[int]
 ) -> tuple[int, ...]:
-    ids = [fast.token_to_id(token) for token in (*END_OF_TURN, *([eos] if eos else []))]
+    names = END_OF_TURN[:1] if more else (*END_OF_TURN, *([eos] if eos else []))
+    ids = [fast.token_to_id(token) for token in names]
     known = tuple(dict.fromkeys(id for id in (*ids, *more) if id is not None))
     if not known:
         raise ValueError(
@@ -278,10 +284,20 @@ def _content(token: Any) -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}, which marks what an assistant says and changes nothing of it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _compile(template: str, origin: str) -> jinja2.Template:
     """The template in the environment that transformers gives it."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
