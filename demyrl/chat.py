@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 import readline  # noqa: F401  lines can be edited and recalled
             return talk(conversation, typed("> " if terminal else ""), screen)
         answer = conversation.answer(args.prompt, screen)
-        screen.note(answer.summary())
+        screen.note(f"ids {answer.ids}, {answer.summary()}")
         if args.json:
             print(json.dumps(answer.row()), flush=True)
 

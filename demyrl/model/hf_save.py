@@ -248,6 +248,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _require_free(target: Path) -> None:
+    files = [parent for parent in target.parents if parent.is_file()]
+    if files:
+        raise ValueError(f"{target} can't be made: {files[0]} is a file. Name another folder.")
     if target.is_dir():
         if any(target.iterdir()):
             raise ValueError(f"{target} is not empty: name another folder, or delete it first.")

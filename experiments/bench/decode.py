@@ -41,6 +41,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+if not __package__:  # run as a file: its neighbours are found from the root of the repository
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from demyrl import recipe
 from demyrl.model.sharding import divisible, make_mesh
 from demyrl.model.transformer import Params, parameter_count
