@@ -81,7 +81,7 @@ def parse(argv: list[str], default_config: str | None = None) -> tuple[ConfigDic
     spec, argv = _config_spec(argv, default_config)
     config = load_config(spec)
     _check_keys(argv, config, spec)
-    before = dict(_flat(_plain(config)))
+    before = dict(_flat(plain(config)))
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "the folder of this run", flag_values=values)
     try:
@@ -125,7 +125,7 @@ def frozen(cls: type[Section], section: Mapping[str, Any] | ConfigDict, **more: 
     `more` are fields that are known only at run time. Raises ValueError for an unknown or a
     missing key.
     """
-    values = {**_plain(section), **more}
+    values = {**plain(section), **more}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
@@ -139,7 +139,7 @@ def frozen(cls: type[Section], section: Mapping[str, Any] | ConfigDict, **more: 
 
 def config_json(config: ConfigDict) -> str:
     """The config as JSON, the same for equal configs."""
-    return json.dumps(_plain(config), sort_keys=True, indent=2) + "\n"
+    return json.dumps(plain(config), sort_keys=True, indent=2) + "\n"
 
 
 def enable_compilation_cache() -> None:
@@ -184,7 +184,7 @@ def _config_spec(argv: list[str], default: str | None) -> tuple[str, list[str]]:
 
 def _check_keys(argv: list[str], config: ConfigDict, spec: str) -> None:
     """Raises ValueError for the first --config.KEY that cannot be set."""
-    known = dict(_flat(_plain(config)))
+    known = dict(_flat(plain(config)))
     sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
     for word in argv[1:]:
         named = re.match(r"--?(?:no)?config\.([^=]*)", word)
@@ -213,7 +213,7 @@ def _did_you_mean(key: str, known: Iterable[str]) -> str:
 
 def _check_tuples(before: dict[str, Any], config: ConfigDict) -> None:
     """Raises ValueError for a tuple whose elements have another type than the config's."""
-    for key, value in _flat(_plain(config)):
+    for key, value in _flat(plain(config)):
         kinds = {type(element) for element in before[key]} if isinstance(value, tuple) else set()
         allowed = kinds | {int} if float in kinds else kinds
         if allowed and any(type(element) not in allowed for element in value):
@@ -244,7 +244,7 @@ def _help(stage: Callable, argv: list[str], default_config: str | None) -> str:
         config = load_config(spec)
     except ValueError as error:
         return "\n".join([*lines, "", str(error)])
-    keys = [f"  --config.{key}={value!r}" for key, value in _flat(_plain(config))]
+    keys = [f"  --config.{key}={value!r}" for key, value in _flat(plain(config))]
     return "\n".join([*lines, "", f"Keys of {spec}:", *keys])
 
 
@@ -288,7 +288,8 @@ def _is_ours(filename: str) -> bool:
 # Configs as plain values
 
 
-def _plain(section: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
+def plain(section: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
+    """A config or a part of it as nested dicts."""
     return section.to_dict() if isinstance(section, ConfigDict) else dict(section)
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from demyrl.command import config_json, frozen
+from demyrl.command import config_json, frozen, plain
 from demyrl.data import generators
 from demyrl.data.demonstrations import Habits
 from demyrl.data.generators import ProblemConfig
@@ -119,13 +119,6 @@ def on_device(recipe: Recipe) -> Recipe:
     """
     model = dataclasses.replace(recipe.model, dtype=compute_dtype(recipe.model.dtype))
     return dataclasses.replace(recipe, model=model)
-
-
-def plain(section: Any) -> Any:
-    """A config as nested dicts."""
-    if not hasattr(section, "items"):
-        return section
-    return {key: plain(value) for key, value in section.items()}
 
 
 def without(section: dict, *keys: str) -> dict:
