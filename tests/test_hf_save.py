@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from demyrl.model import hf_save
 from demyrl.model.hf_names import tensors_of
-from demyrl.model.hf_save import save_checkpoint, whole_folder
+from demyrl.model.hf_save import whole_folder, write_checkpoint
 from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
 from demyrl.model.transformer import hidden_states, map_table, output_embedding
 from tests.tiny import MODEL, compilations, drawn_params
@@ -30,6 +30,12 @@ LLAMA = dataclasses.replace(MODEL, qk_norm=False)
 KINDS = {"qwen3": MODEL, "qwen2": QWEN2, "llama": LLAMA}
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 TOKENS = np.array([[5, 9, 300, 7, 7, 650, 1]])
+
+
+def save_checkpoint(folder, *arguments, **options):
+    """A whole folder with nothing but a checkpoint in it."""
+    with whole_folder(folder) as writing:
+        return write_checkpoint(writing, *arguments, **options)
 
 
 def weights_of(model):
@@ -252,7 +258,8 @@ def deadly(params, entry):
     return real(params, entry)
 
 hf_save._on_host = deadly
-hf_save.save_checkpoint(Path(sys.argv[1]), drawn_params(MODEL), MODEL, shard_bytes=20_000)
+with hf_save.whole_folder(Path(sys.argv[1])) as writing:
+    hf_save.write_checkpoint(writing, drawn_params(MODEL), MODEL, shard_bytes=20_000)
 """
 
 

@@ -55,22 +55,6 @@ class _Entry:
         return math.prod(self.tensor.shape) * _DTYPES[self.code].itemsize
 
 
-def save_checkpoint(
-    folder: Path,
-    params: Params,
-    model: ModelConfig,
-    config: dict[str, Any] | None = None,
-    dtypes: str | Mapping[str, str] = "float32",
-    shard_bytes: int = SHARD_BYTES,
-) -> Written:
-    """Makes `folder` with config.json and the weights; it appears whole or not at all.
-
-    Arguments and errors are those of `write_checkpoint` and `whole_folder`.
-    """
-    with whole_folder(folder) as writing:
-        return write_checkpoint(writing, params, model, config, dtypes, shard_bytes)
-
-
 def write_checkpoint(
     folder: Path,
     params: Params,
