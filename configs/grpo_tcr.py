@@ -4,7 +4,8 @@
 
 Sizes: `tiny` learns on two CPU cores in minutes; `small` is the same recipe for a machine with more
 time, with longer operands and a wider model; `smollm2` starts from a real pretrained model of 135M
-parameters, SmolLM2-135M-Instruct, and still runs on a CPU.
+parameters, SmolLM2-135M-Instruct, and still runs on a CPU. `qwen3_0_6b`, `qwen3_4b` and `qwen25_7b`
+are for TPUs: `python -m demyrl.plan` says what they take (docs/tpu.md).
 """
 
 import dataclasses
@@ -57,7 +58,13 @@ def tiny() -> dict:
             "keep": False,  # append turns although the template would rewrite earlier ones
             "prompts": "bare",  # or "agentic", "no_tool": what is said around a problem
         },
-        "mesh": {"data": 1, "tensor": 1},
+        "mesh": {"data": 1, "tensor": 1, "sequence": 1},
+        "memory": {
+            "remat": "none",  # what layers keep for the way back: "none" (all), "dots", "full"
+            "moments": "float32",  # or "bfloat16": of the optimizer, rounded at random
+            "gradients": "float32",  # or "bfloat16": what micro-batches add up to
+            "offload": False,  # float32 parameters and moments in the host's memory
+        },
         "head_chunk": 1024,  # tokens whose logits exist at a time
         "tools": {
             "enabled": True,
@@ -100,7 +107,8 @@ def tiny() -> dict:
             "beta2": 0.95,
             "weight_decay": 0.01,
             "clip_norm": 1.0,
-            "pack": {"rows": 16, "row_tokens": 160},
+            "skips": 5,  # updates in a row without a finite gradient that stop the run
+            "pack": {"rows": 16, "row_tokens": 160, "rungs": 1},
         },
         "rollout": {
             "slots": 64,
@@ -130,7 +138,15 @@ def tiny() -> dict:
             "cache_len": 64,
             "count_tool_tokens": True,
         },
-        "loss": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "aggregation": "token"},
+        "loss": {
+            "ratio": "token",  # or "sequence": one ratio a trajectory, as in GSPO
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dual_clip": 10.0,  # 0: none
+            "kl": 0.0,  # weight of the KL term to the first weights; 0: none
+            "kl_estimator": "k3",  # or "k1", "k2"
+            "aggregation": "token",  # or "sequence", "constant", "micro_batch"
+        },
         "optimizer": {
             "learning_rate": 1e-3,
             "warmup_updates": 0,
@@ -140,6 +156,7 @@ def tiny() -> dict:
             "beta2": 0.95,
             "weight_decay": 0.0,
             "clip_norm": 1.0,
+            "skips": 5,
         },
         "train": {
             "pool": "",  # a file of problems from select_problems; "" uses all
@@ -150,7 +167,11 @@ def tiny() -> dict:
             "eval_every": 0,  # 0: never
             "save_every": 10,
             "keep": 2,
-            "pack": {"rows": 16, "row_tokens": 224},
+            "pack": {
+                "rows": 16,  # of a micro-batch
+                "row_tokens": 224,
+                "rungs": 1,  # shapes: each has twice the rows of the one before, half as long
+            },
         },
     }
 
@@ -194,4 +215,78 @@ def smollm2(config: ConfigDict) -> None:
     config.train.pack.update(rows=2, row_tokens=512)
 
 
-SIZES = {"tiny": lambda config: None, "small": small, "smollm2": smollm2}
+def paper(config: ConfigDict) -> None:
+    """The numbers of the paper (section 6 and the released scripts) for agents on TPUs.
+
+    `model.source` names what they were made for; set it to the folder that holds the checkpoint,
+    `sft.demonstrations` to real trajectories, and `problems.path` to problems.
+    """
+    config.chat.prompts, config.chat.keep = "agentic", True
+    config.head_chunk = 1024
+    config.memory.remat = "full"
+    config.tools.update(workers=16, timeout_s=30.0, memory_mb=1024, output_bytes=16_384)
+    config.sft.update(
+        rows_per_step=32, max_steps=465, probe_every=31, probe_count=32, cooldown_steps=140,
+        save_every=93, learning_rate=1e-5, warmup_updates=46, final_share=0.0, weight_decay=0.01,
+    )  # fmt: skip
+    config.rollout.update(
+        context=2_560 + 20_480, turn_tokens=20_480, output_tokens=1_024, turns=16, calls=16,
+        decode_steps=64, extend_lengths=(256, 1_024), temperature=1.0,
+    )  # fmt: skip
+    config.evaluate.samples = 32
+    config.select.problems, config.select.samples = 4_096, 8
+    config.reward.max_len, config.reward.cache_len = 20_480, 4_096
+    config.optimizer.update(
+        learning_rate=1e-6, final_share=1.0, beta2=0.999, weight_decay=0.01,
+    )  # fmt: skip
+    config.train.update(
+        steps=470, problems=64, samples=16, updates=4, eval_every=10, save_every=30, keep=2
+    )
+
+
+def qwen3_4b(config: ConfigDict) -> None:
+    """Qwen3-4B-Instruct-2507 on 16 chips of v5e: rows of up to 23,040 tokens."""
+    paper(config)
+    config.model.update(dataclasses.asdict(size("qwen3_4b_2507", "bfloat16")))
+    config.model.source = "Qwen/Qwen3-4B-Instruct-2507"
+    config.mesh.update(data=4, tensor=1, sequence=4)
+    config.rollout.slots, config.rollout.extend_rows = 40, 4
+    config.sft.pack.update(rows=4, row_tokens=24_576, rungs=3)
+    config.train.pack.update(rows=4, row_tokens=24_576, rungs=3)
+
+
+def qwen25_7b(config: ConfigDict) -> None:
+    """Qwen2.5-7B-Instruct on 8 chips of v5p, or with mesh.data=4 on 16 of v6e."""
+    paper(config)
+    config.model.update(dataclasses.asdict(size("qwen2.5_7b", "bfloat16")))
+    config.model.source = "Qwen/Qwen2.5-7B-Instruct"
+    config.mesh.update(data=2, tensor=1, sequence=4)
+    config.rollout.slots, config.rollout.extend_rows = 64, 4
+    config.sft.pack.update(rows=4, row_tokens=24_576, rungs=3)
+    config.train.pack.update(rows=4, row_tokens=24_576, rungs=3)
+
+
+def qwen3_0_6b(config: ConfigDict) -> None:
+    """Qwen3-0.6B on one chip of v5e or v6e, as in Colab: shorter rows, fewer problems."""
+    paper(config)
+    config.model.update(dataclasses.asdict(size("qwen3_0.6b", "bfloat16")))
+    config.model.source = "Qwen/Qwen3-0.6B"
+    config.memory.moments = "bfloat16"
+    config.rollout.update(
+        slots=16, extend_rows=4, context=4_096, turn_tokens=2_048, output_tokens=512, turns=8,
+        calls=8,
+    )  # fmt: skip
+    config.reward.max_len, config.reward.cache_len = 3_072, 1_024
+    config.sft.pack.update(rows=1, row_tokens=4_096, rungs=1)
+    config.train.update(steps=200, problems=16, samples=8, updates=2)
+    config.train.pack.update(rows=1, row_tokens=4_096, rungs=1)
+
+
+SIZES = {
+    "tiny": lambda config: None,
+    "small": small,
+    "smollm2": smollm2,
+    "qwen3_0_6b": qwen3_0_6b,
+    "qwen3_4b": qwen3_4b,
+    "qwen25_7b": qwen25_7b,
+}

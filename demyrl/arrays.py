@@ -23,6 +23,7 @@ class Batch:
     weights: Float[Array, "B T"]  # what a token's loss counts for; sums to 1 over a whole update
     old_logprobs: Float[Array, "B T"]  # of the weights that began the step; 0 before `score`
     advantages: Float[Array, "B T"]
+    ref_logprobs: Float[Array, "B T"]  # of the weights that began the run; 0 without a KL term
 
 
 @struct.dataclass

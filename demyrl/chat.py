@@ -26,7 +26,7 @@ from rich.console import Console
 
 from demyrl import command
 from demyrl.model.config import AUTO, DTYPES, ModelConfig
-from demyrl.model.sharding import MeshConfig, make_mesh
+from demyrl.model.mesh import MeshConfig, make_mesh
 from demyrl.rollout.conversation import Conversation, TooLong
 from demyrl.rollout.sampler import Feed, Sampler, SamplerConfig
 from demyrl.text.chat import Chat
@@ -202,7 +202,7 @@ def load(args: argparse.Namespace, tools: ToolBox | None, notes: Console) -> Con
         )
     shapes = SamplerConfig(1, context, DECODE_STEPS, 1, EXTEND_LENGTHS, args.temperature)
     sampler = Sampler(model, shapes, chat.end_tokens)
-    mesh = make_mesh(MeshConfig(1, 1))
+    mesh = make_mesh(MeshConfig(1, 1, 1))
     with notes.status(f"loading {args.source}"), contextlib.redirect_stdout(sys.stderr):
         sampler.load(starting_params(args.source, model, mesh, args.seed))
         jax.block_until_ready(sampler.weights)

@@ -22,9 +22,11 @@ import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from absl import flags
@@ -62,14 +64,18 @@ def end(main: Callable[[], None], stopped: Callable[[], str] = lambda: "Stopped.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         main()
-    except KeyboardInterrupt:
-        print(f"\n{stopped()}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get("DEMYRL_TRACEBACK") or not _is_message(error):
+        if _processes():
+            _processes().finish()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        text, code = _message(error, stopped)
+        if _processes():
+            _processes().fail(error, text or traceback.format_exc(), code)
+        if not text:
             raise
-        print(f"{error}\n(DEMYRL_TRACEBACK=1 shows where this comes from.)", file=sys.stderr)
-        sys.exit(MISUSE)
+        print(text, file=sys.stderr)
+        sys.exit(code)
     sys.exit(0)
 
 
@@ -251,6 +257,20 @@ def _help(stage: Callable, argv: list[str], default_config: str | None) -> str:
 # How a run ends
 
 
+def _processes() -> ModuleType | None:
+    """`demyrl.processes`, which loads JAX, if the stage has loaded it."""
+    return sys.modules.get("demyrl.processes")
+
+
+def _message(error: BaseException, stopped: Callable[[], str]) -> tuple[str, int]:
+    """What to tell the user, "" for a bug, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"\n{stopped()}", INTERRUPTED
+    if os.environ.get("DEMYRL_TRACEBACK") or not _is_message(error):
+        return "", 1
+    return f"{error}\n(DEMYRL_TRACEBACK=1 shows where this comes from.)", MISUSE
+
+
 def _interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -268,6 +288,8 @@ def _how_to_go_on(workdir: Path | None) -> str:
 
 def _is_message(error: BaseException) -> bool:
     """Whether an error was written for the user: the system's, or a `raise` of our own code."""
+    if not isinstance(error, ValueError | RuntimeError | OSError):
+        return False
     if isinstance(error, OSError):
         return True
     origin = error.__traceback__

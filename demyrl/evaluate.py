@@ -8,20 +8,22 @@ get the answer that it is switched off. Writes `evaluation.json` and one rollout
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from demyrl import command, logs, recipe
+from demyrl import command, logs, processes, recipe, storage
 from demyrl.analysis.stats import summarize
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems
-from demyrl.model.sharding import make_mesh
+from demyrl.model.mesh import make_mesh
 from demyrl.records import row_of, verdict_row
 from demyrl.rewards.grade import grade
-from demyrl.rollout.agent import Agent, AgentConfig, Rollout
+from demyrl.rollout.agent import Agent, AgentConfig
 from demyrl.rollout.sampler import Sampler
 from demyrl.text.chat import Chat
 from demyrl.text.tokenizer import load_tokenizer
@@ -31,6 +33,37 @@ from demyrl.weights import starting_params
 
 MOST_SANDBOX_ERRORS = 0.2  # share of trajectories; beyond it a stage stops
 EVALUATION = 1_000_000  # added to the step that seeds the draws: never those of training
+
+
+def begin(settings: recipe.Recipe, workdir: Path, ignore: tuple[str, ...] = ()) -> recipe.Recipe:
+    """The settings on this platform, once all processes are here and the start is on record.
+
+    Raises ValueError when the processes have different configs or workdirs, or as `record_run`.
+    """
+    settings = recipe.on_device(settings)
+    require_same_config(processes.gather(settings.config_json))
+    here = settings.config_json
+    processes.first(lambda: logs.record_run(workdir, here, logs.environment(), ignore))
+    processes.require_shared(storage.path(workdir) / "environment.json")
+    return settings
+
+
+def require_same_config(configs: Sequence[str]) -> None:
+    """Raises ValueError, with each key that differs, unless all processes have one config."""
+    for other, config in enumerate(configs):
+        said = logs.differences(json.loads(configs[0]), json.loads(config))
+        if said:
+            raise ValueError(
+                f"process {other} (here) has another config than process 0 (there):\n{said}\n"
+                "Start every process with the same command."
+            )
+
+
+def own_mesh(settings: recipe.Recipe) -> Mesh:
+    """The mesh of a run, in which each process has rows of its own."""
+    mesh = make_mesh(settings.mesh)
+    processes.check(mesh)
+    return mesh
 
 
 def make_chat(settings: recipe.Recipe, tools: ToolBox) -> Chat:
@@ -59,7 +92,7 @@ def make_agent(
 ) -> Agent:
     """An agent whose sampler has no weights yet."""
     shapes = dataclasses.replace(settings.rollout.sampler, temperature=temperature)
-    sampler = Sampler(settings.model, shapes, chat.end_tokens)
+    sampler = Sampler(settings.model, shapes, chat.end_tokens, own_mesh(settings))
     style, early_return = settings.chat.prompts, settings.rollout.early_return
     config = AgentConfig(samples, early_return, reply_start, style)
     return Agent(sampler, chat, tools, config, settings.rollout.episode)
@@ -73,15 +106,51 @@ def eval_problems(settings: recipe.Recipe) -> list[Problem]:
     return [task.problem for task in tasks(settings.problems, "eval", settings.eval_count, 0)]
 
 
-def grade_all(
-    settings: recipe.Recipe, problems: Sequence[Problem], rollout: Rollout
-) -> list[Reward]:
-    """One reward for each trajectory of a rollout, in its order."""
-    samples = len(rollout.trajectories) // len(problems)
-    return [
-        grade(problems[i // samples], trajectory, settings.reward)
+def check_prompts(agent: Agent, problems: Sequence[Problem]) -> None:
+    """Raises ValueError for a prompt that does not fit, and when processes have different ones."""
+    prompts = [agent.prompt(problem) for problem in problems]
+    parts = (f"{each}{prompt}".encode() for each, prompt in zip(problems, prompts, strict=True))
+    processes.agree("problems or prompts", parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """Every episode of some problems, problem by problem and sample by sample."""
+
+    trajectories: tuple[Trajectory, ...]
+    rewards: tuple[Reward, ...]
+    numbers: dict[str, float]
+
+
+def play(
+    settings: recipe.Recipe,
+    agent: Agent,
+    problems: Sequence[Problem],
+    root: jax.Array,
+    step: int,
+    version: int,
+    advance: Callable[[int], None] = lambda finished: None,
+) -> Played:
+    """Samples and grades all problems; with several processes, each does its share of them."""
+    share = problems[processes.index() :: processes.count()]
+    rollout = agent.roll_out(share, root, step, version, advance)
+    rewards = [
+        grade(share[i // agent.config.samples], trajectory, settings.reward)
         for i, trajectory in enumerate(rollout.trajectories)
     ]
+    size = agent.config.samples
+    groups = processes.gather(
+        [
+            (rollout.trajectories[i : i + size], rewards[i : i + size])
+            for i in range(0, len(rewards), size)
+        ]
+    )
+    in_order = [groups[i % len(groups)][i // len(groups)] for i in range(len(problems))]
+    return Played(
+        tuple(trajectory for group, _ in in_order for trajectory in group),
+        tuple(reward for _, group in in_order for reward in group),
+        rollout.numbers,
+    )
 
 
 def refuse_broken_sandbox(trajectories: Sequence[Trajectory]) -> None:
@@ -120,13 +189,12 @@ def judge_policy(
     Raises RuntimeError when the sandbox fails too often for that.
     """
     root = jax.random.key(settings.seed)
-    rollout = agent.roll_out(problems, root, EVALUATION + step, 0, advance)
-    refuse_broken_sandbox(rollout.trajectories)
-    rewards = grade_all(settings, problems, rollout)
-    samples = len(rollout.trajectories) // len(problems)
+    played = play(settings, agent, problems, root, EVALUATION + step, 0, advance)
+    refuse_broken_sandbox(played.trajectories)
+    samples = agent.config.samples
     triples = [
-        (problems[i // samples], trajectory, rewards[i])
-        for i, trajectory in enumerate(rollout.trajectories)
+        (problems[i // samples], trajectory, played.rewards[i])
+        for i, trajectory in enumerate(played.trajectories)
     ]
     verdicts = [verdict_row(*triple) for triple in triples]
     rows = [row_of(*triple, agent.chat, agent.tools.isolation) for triple in triples]
@@ -144,7 +212,7 @@ def loaded_agent(
     settings = recipe.on_device(settings)
     chat = make_chat(settings, tools)
     agent = make_agent(settings, chat, tools, samples, temperature, reply_start)
-    mesh = make_mesh(settings.mesh)
+    mesh = agent.sampler.mesh
     agent.sampler.load(starting_params(settings.source, settings.model, mesh, settings.seed))
     return agent
 
@@ -152,17 +220,20 @@ def loaded_agent(
 def evaluate(config: Any, workdir: Path) -> None:
     """The stage: writes evaluation.json and one file of rollouts."""
     settings = recipe.read(config)
-    logs.record_run(workdir, settings.config_json, logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
+        settings = begin(settings, workdir)
         part, problems = settings.evaluate, eval_problems(settings)
         agent = loaded_agent(settings, tools, part.samples, part.temperature, part.reply_start)
-        with logs.Logs(workdir, 1) as log:
+        check_prompts(agent, problems)
+        with logs.Logs(workdir, 1, writes=processes.is_first()) as log:
             with log.phase("evaluate", len(problems) * part.samples, 0) as advance:
                 result = judge_policy(settings, agent, problems, 0, advance)
             log.trajectories(0, result.rows)
             log.note(sentence(result.summary))
-    logs.write_json(workdir / "evaluation.json", {**result.summary, "rows": result.verdicts})
+    if processes.is_first():
+        content = {**result.summary, "rows": result.verdicts}
+        logs.write_json(storage.path(workdir) / "evaluation.json", content)
 
 
 def sentence(summary: dict[str, Any]) -> str:

@@ -10,18 +10,20 @@ given.
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from demyrl import command
+from demyrl import command, processes
 from demyrl.model.config import ModelConfig
 from demyrl.model.hf_load import dtypes_of, load_params
 from demyrl.model.hf_save import CODES, Written, whole_folder, write_checkpoint
-from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
-from demyrl.model.transformer import Params
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.weights import (
     KEPT,
     TEMPLATE,
@@ -46,7 +48,7 @@ def export_run(workdir: Path, out: Path, dtype: str | None, step: int | None) ->
     model, kept = shape_of(str(workdir), "float32"), workdir / KEPT
     config = read_json(kept / "config.json") if (kept / "config.json").is_file() else None
     with whole_folder(out) as writing:
-        params = params_of_run(workdir, model, spread(model), step)
+        params = params_of_run(workdir, model, wide_mesh(model), step)
         written = write_checkpoint(writing, params, model, config, dtype or "float32")
         copy_files(kept, writing)
         settle_template(writing)
@@ -60,16 +62,25 @@ def export_source(source: str, out: Path, dtype: str | None) -> Written:
         raise ValueError(f"--source={source} is the folder of a run: use --workdir={source}.")
     model, config = shape_of(source, "float32"), read_json(folder / "config.json")
     with whole_folder(out) as writing:
-        params = load_params(folder, model, spread(model))
+        params = load_params(folder, model, params_sharding(model, wide_mesh(model)))
         written = write_checkpoint(writing, params, model, config, dtype or dtypes_of(folder))
         copy_files(folder, writing)
     return written
 
 
-def spread(model: ModelConfig) -> Params:
-    """The sharding of the parameters over as many devices as divide the model's width."""
+def require_one_process() -> None:
+    """Raises ValueError when this is one of several processes, joined or about to be."""
+    if processes.count() > 1 or processes.wanted(os.environ) is not None:
+        raise ValueError(
+            "export writes the whole model from one process, and this is one of several: unset "
+            f"DEMYRL_PROCESSES, {', '.join(processes.VARIABLES)}, and run it once."
+        )
+
+
+def wide_mesh(model: ModelConfig) -> Mesh:
+    """A mesh that spreads the parameters over as many devices as divide the model's width."""
     devices = next(n for n in range(jax.device_count(), 0, -1) if model.width % n == 0)
-    return params_sharding(model, make_mesh(MeshConfig(devices, 1)))
+    return make_mesh(MeshConfig(devices, 1, 1))
 
 
 def copy_files(folder: Path, out: Path) -> None:
@@ -121,6 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Exports what the command line says, and prints what was written."""
     asked = parse()
+    require_one_process()
     if asked.workdir:
         written = export_run(asked.workdir, asked.out, asked.dtype, asked.step)
     else:

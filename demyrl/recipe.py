@@ -11,15 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from demyrl import processes
 from demyrl.command import config_json, frozen, plain
 from demyrl.data import generators
 from demyrl.data.demonstrations import Habits
 from demyrl.data.generators import ProblemConfig
 from demyrl.learn.batch import AGGREGATIONS, PackConfig
 from demyrl.learn.loss import LossConfig
-from demyrl.learn.update import OptimizerConfig
+from demyrl.learn.optimizer import OptimizerConfig
+from demyrl.learn.update import MemoryConfig
 from demyrl.model.config import ModelConfig
-from demyrl.model.sharding import MeshConfig, divisible
+from demyrl.model.mesh import MeshConfig, divisible
 from demyrl.rewards.grade import RewardConfig
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.rollout.sampler import SamplerConfig
@@ -59,6 +61,7 @@ def read(config: Any, workdir: Path | None = None) -> Recipe:
         head_chunk=c["head_chunk"],
         model=frozen(ModelConfig, without(c["model"], "source")),
         mesh=frozen(MeshConfig, c["mesh"]),
+        memory=frozen(MemoryConfig, c["memory"]),
         tools=frozen(ToolConfig, c["tools"]),
         problems=problems,
         problems_path=c["problems"]["path"],
@@ -115,8 +118,9 @@ def tokenizer(given: str, source: str) -> str:
 def on_device(recipe: Recipe) -> Recipe:
     """The recipe with a data type that this platform computes fast in, where it is "auto".
 
-    Loads JAX's devices, so stages that run programs call it after the sandbox has started.
+    Joins the other processes, if there are any, and loads JAX's devices, so stages that run programs call it after the sandbox has started.
     """
+    processes.join()
     model = dataclasses.replace(recipe.model, dtype=compute_dtype(recipe.model.dtype))
     return dataclasses.replace(recipe, model=model)
 
@@ -157,6 +161,7 @@ SECTIONS: dict[str, set[str]] = {
     "model": names(ModelConfig) | {"source"},
     "chat": names(ChatConfig),
     "mesh": names(MeshConfig),
+    "memory": names(MemoryConfig),
     "tools": names(ToolConfig),
     "problems": names(ProblemConfig) | {"path", "eval_count"},
     "collect": names(CollectSettings, Habits),
@@ -275,12 +280,21 @@ def check_rows(recipe: Recipe) -> None:
         raise ValueError(
             f"loss.aggregation is {recipe.aggregation!r}: use one of {', '.join(AGGREGATIONS)}."
         )
-    rows = {
-        "rollout.slots": recipe.rollout.sampler.slots,
-        "train.pack.rows": recipe.pack.rows,
-        "sft.pack.rows": recipe.sft_pack.rows,
+    divisible(recipe.model, mesh, spread_counts(recipe))
+
+
+def spread_counts(recipe: Recipe) -> dict[str, tuple[str, int]]:
+    """What the mesh must divide besides the model's sizes, as `divisible` takes it."""
+    sampler = recipe.rollout.sampler
+    counts = {
+        "rollout.slots": ("rows", sampler.slots),
+        "rollout.extend_rows": ("rows", sampler.extend_rows),
     }
-    divisible(recipe.model, mesh, rows)
+    for key, shape in (("train.pack", recipe.pack), ("sft.pack", recipe.sft_pack)):
+        shortest = shape.row_tokens >> (shape.rungs - 1)
+        counts[f"{key}.rows"] = ("rows", shape.rows)
+        counts[f"{key}.row_tokens / 2**(rungs - 1)"] = ("tokens", shortest)
+    return counts
 
 
 def check_lengths(recipe: Recipe) -> None:

@@ -6,9 +6,10 @@ from demyrl.data.demonstrations import Habits
 from demyrl.data.generators import ProblemConfig
 from demyrl.learn.batch import PackConfig
 from demyrl.learn.loss import LossConfig
-from demyrl.learn.update import OptimizerConfig
+from demyrl.learn.optimizer import OptimizerConfig
+from demyrl.learn.update import MemoryConfig
 from demyrl.model.config import ModelConfig
-from demyrl.model.sharding import MeshConfig
+from demyrl.model.mesh import MeshConfig
 from demyrl.rewards.grade import RewardConfig
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.rollout.sampler import SamplerConfig
@@ -98,6 +99,7 @@ class Recipe:
     head_chunk: int
     model: ModelConfig
     mesh: MeshConfig
+    memory: MemoryConfig
     tools: ToolConfig
     problems: ProblemConfig
     problems_path: str

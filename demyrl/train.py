@@ -8,40 +8,39 @@ rewards into group advantages, and makes a few updates with the token-level, asy
 loss. The same command on the same workdir goes on where it was stopped, bit for bit.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from demyrl import checkpoint, command, logs, recipe
+from demyrl import checkpoint, command, logs, processes, recipe
 from demyrl.arrays import TrainState
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems
 from demyrl.data.stream import ProblemStream
 from demyrl.evaluate import (
+    begin,
+    check_prompts,
     eval_problems,
-    grade_all,
     judge_policy,
     make_agent,
     make_chat,
+    play,
     refuse_broken_sandbox,
 )
 from demyrl.learn.advantages import group_advantages
-from demyrl.learn.batch import Example, pack, token_weights, unpack
-from demyrl.learn.loss import grpo_loss
-from demyrl.learn.update import (
-    learning_rate,
-    make_optimizer,
-    make_programs,
-    update,
-)
-from demyrl.model.sharding import make_mesh, rows_sharding
+from demyrl.learn.batch import Example, pack, token_weights, weigh_by_micro_batch
+from demyrl.learn.learner import HeadConfig, Learner
+from demyrl.learn.loss import EXTREMES, grpo_loss
+from demyrl.model.transformer import Params
 from demyrl.records import reward_numbers, rollout_numbers, row_of
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem, Reward, Trajectory
-from demyrl.weights import first_state, is_workdir, keep_source
+from demyrl.weights import first_state, is_workdir, keep_source, starting_params
 
 MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s")
 PROBLEMS_WITHOUT_POOL = 2000
@@ -50,6 +49,7 @@ SHARES = (  # of the weight that was run through the model
     "loss/clipped_high",
     "loss/dual_clipped",
     "loss/kl_to_old",
+    "loss/kl_to_reference",
 )
 
 
@@ -64,15 +64,16 @@ class Rl:
         self.agent = make_agent(settings, self.chat, tools, part.samples, temperature)
         problems = training_problems(settings)
         held_out = eval_problems(settings) if part.eval_every else []
-        for problem in [*problems, *held_out]:
-            self.agent.prompt(problem)  # refuses what does not fit, before any step
+        check_prompts(self.agent, [*problems, *held_out])  # before any step
         self.stream = ProblemStream(problems, part.problems, settings.seed)
-        self.mesh = make_mesh(settings.mesh)
-        self.optimizer = make_optimizer(settings.optimizer, settings.model)
-        self.programs = make_programs(
-            settings.model, self.optimizer, self.loss, temperature, settings.head_chunk
-        )
+        self.mesh = self.agent.sampler.mesh
+        head = HeadConfig(temperature, settings.head_chunk)
+        self.learner = Learner(
+            settings.model, self.mesh, settings.optimizer, settings.memory, settings.pack,
+            self.loss, head,
+        )  # fmt: skip
         self.state: TrainState | None = None
+        self.reference: Params | None = None  # what the KL term compares with
         self.root = jax.random.key(settings.seed)
         self.gap_checked = False
 
@@ -83,8 +84,11 @@ class Rl:
         """Loads the newest checkpoint or the first weights; returns the step to go on from."""
         s = self.settings
         self.state, restored = first_state(
-            workdir, s.source, s.model, self.mesh, s.seed, self.optimizer
+            workdir, s.source, s.model, self.mesh, s.seed, self.learner.optimizer, s.memory.offload
         )
+        if s.loss.kl:
+            first = starting_params(s.source, s.model, self.mesh, s.seed)
+            self.reference = self.learner.working(first)
         if restored is None:
             return 0
         self.stream.restore(restored.extra["stream"])
@@ -99,95 +103,122 @@ class Rl:
         part = self.settings.train
         problems = self.stream.next()
         with log.timer("rollout"), log.phase("rollout", part.problems * part.samples, step) as tick:
-            self.agent.sampler.load(self.state.params)
+            self.agent.sampler.load(self.learner.working(self.state.params))
             version = int(self.state.step)
-            rollout = self.agent.roll_out(problems, self.root, step, version, tick)
-        rewards = grade_all(self.settings, problems, rollout)
-        log.trajectories(step, self.rows(step, problems, rollout.trajectories, rewards))
-        refuse_broken_sandbox(rollout.trajectories)
+            played = play(self.settings, self.agent, problems, self.root, step, version, tick)
+        trajectories, rewards = played.trajectories, played.rewards
+        log.trajectories(step, self.rows(step, problems, trajectories, rewards))
+        refuse_broken_sandbox(trajectories)
         with log.timer("score"):
-            old_logprobs, numbers = self.score(rollout.trajectories)
+            examples, numbers = self.score(trajectories)
         with log.timer("update"), log.phase("update", part.updates, step) as tick:
-            trained = self.updates(step, rollout.trajectories, rewards, old_logprobs, tick)
+            trained = self.updates(step, examples, rewards, tick, log)
         return (
             reward_numbers(rewards, part.samples)
-            | rollout_numbers(rollout.trajectories)
-            | rollout.numbers
+            | rollout_numbers(trajectories)
+            | played.numbers
             | numbers
             | trained
-            | throughput(rollout.trajectories, trained["optim/trained_tokens"], log)
+            | throughput(trajectories, trained["optim/trained_tokens"], log)
         )
 
-    def score(self, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], dict]:
-        """Old log-probs of the training graph, entropy, and the gap to the sampler's numbers.
+    def score(self, trajectories: Sequence[Trajectory]) -> tuple[list[Example], dict[str, float]]:
+        """The trajectories with their old log-probs by the training graph; entropy, and the gap to
+        the sampler's numbers.
 
         Raises RuntimeError at the first step of a run in float32 when the two disagree: what is
         trained would not be what was sampled. In bfloat16 the gap is for the metrics to tell.
         """
         examples = [Example(t.tokens, t.sampled.astype(np.float32)) for t in trajectories]
-        packed = pack(examples, self.settings.pack)
-        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
-        scores = jax.device_get([self.programs.score(self.state.params, b) for b in batches])
-        lengths = [len(t.tokens) for t in trajectories]
-        logprobs = unpack(packed, [s.logprobs for s in scores], lengths)
-        entropy = unpack(packed, [s.entropy for s in scores], lengths)
+        scored = self.learner.score(self.learner.working(self.state.params), examples)
         sampled = np.concatenate([t.sampled for t in trajectories])
-        gap = np.abs(np.concatenate(logprobs) - np.concatenate([t.logprobs for t in trajectories]))
+        theirs = np.concatenate([t.logprobs for t in trajectories])
+        gap = np.abs(np.concatenate(scored.logprobs) - theirs)[sampled]
         numbers = {
-            "policy/entropy": float(np.concatenate(entropy)[sampled].mean()),
-            "policy/sampler_gap": float(gap[sampled].mean()),
-            "policy/sampler_gap_max": float(gap[sampled].max()),
+            "policy/entropy": float(np.concatenate(scored.entropy)[sampled].mean()),
+            "policy/sampler_gap": float(gap.mean()),
+            "policy/sampler_gap_max": float(gap.max()),
         }
+        self.check_gap(numbers["policy/sampler_gap"])
+        references = [0.0] * len(examples)
+        if self.reference is not None:
+            references = self.learner.score(self.reference, examples).logprobs
+        examples = [
+            dataclasses.replace(example, old_logprobs=old, ref_logprobs=reference)
+            for example, old, reference in zip(examples, scored.logprobs, references, strict=True)
+        ]
+        return examples, numbers
+
+    def check_gap(self, gap: float) -> None:
         most = self.settings.rollout.max_gap
         limited = self.settings.model.dtype == "float32" and not self.gap_checked
-        if limited and not numbers["policy/sampler_gap"] <= most:
+        if limited and not gap <= most:
             raise RuntimeError(
                 f"the sampler and the trainer disagree on the log-probs of the first rollout by "
-                f"{numbers['policy/sampler_gap']:.2e} nats on average; rollout.max_gap allows "
-                f"{most:.2e}. In float32 this is a bug."
+                f"{gap:.2e} nats on average; rollout.max_gap allows {most:.2e}. In float32 this is "
+                "a bug."
             )
         self.gap_checked = True
-        return logprobs, numbers
 
-    def updates(self, step, trajectories, rewards, old_logprobs, tick) -> dict[str, float]:
+    def updates(
+        self,
+        step: int,
+        examples: Sequence[Example],
+        rewards: Sequence[Reward],
+        tick: Callable[[int], None],
+        log: logs.Logs,
+    ) -> dict[str, float]:
         """The step's updates, each on whole groups; the mean of their numbers.
 
-        Token weights are shared out among all graded trajectories of an update. Those with
-        advantage 0 have no gradient, so they are not run through the model; those that could not be
-        graded have no weight at all. An update without any other trajectory is left out.
+        An update without a trajectory that has a gradient is left out.
         """
         part, collected, tokens = self.settings.train, [], 0
         advantages = group_advantages(totals(rewards, part.samples)).reshape(-1)
-        update_of = [i // part.samples % part.updates for i in range(len(trajectories))]
         for u in range(part.updates):
-            chosen = [i for i, of in enumerate(update_of) if of == u and rewards[i].graded]
-            masks = [trajectories[i].sampled for i in chosen]
-            weights = token_weights(masks, self.settings.aggregation)
-            examples = [
-                Example(trajectories[i].tokens, w, advantages[i], old_logprobs[i])
-                for i, w in zip(chosen, weights, strict=True)
-                if advantages[i] != 0
-            ]
-            if examples:
-                collected.append(self.update(examples, step * part.updates + u))
-                tokens += sum(int((e.weights > 0).sum()) for e in examples)
+            chosen = self.weighted(
+                [
+                    dataclasses.replace(example, advantage=advantages[i])
+                    for i, example in enumerate(examples)
+                    if i // part.samples % part.updates == u and rewards[i].graded
+                ]
+            )
+            if any(example.advantage or self.reference for example in chosen):
+                collected.append(self.update(chosen, step * part.updates + u))
+                tokens += sum(int((e.weights > 0).sum()) for e in chosen)
+                if collected[-1]["optim/skipped"]:
+                    log.note(self.learner.notice(step))
             tick(1)
-        names = collected[0] if collected else {}
-        numbers = {n: float(np.mean([each[n] for each in collected])) for n in names}
-        return numbers | {
+        return over_updates(collected) | {
             "optim/updates": float(self.state.step),
             "optim/trained_tokens": float(tokens),
         }
 
+    def weighted(self, examples: Sequence[Example]) -> list[Example]:
+        """The examples of an update with what their tokens count for; their weights were masks.
+
+        Weights are shared out among all of them. Those with advantage 0 have no gradient, so they
+        are not run through the model afterwards, unless a micro-batch is to average over them.
+        """
+        settings, masks = self.settings, [example.weights > 0 for example in examples]
+        if settings.aggregation == "micro_batch":
+            return list(examples)  # weighed when they are packed
+        weights = token_weights(masks, settings.aggregation, settings.rollout.episode.context)
+        return [
+            dataclasses.replace(example, weights=w)
+            for example, w in zip(examples, weights, strict=True)
+            if example.advantage or settings.loss.kl
+        ]
+
     def update(self, examples: Sequence[Example], number: int) -> dict[str, float]:
         """One optimizer application; `number` counts updates, left-out ones too, for the rate."""
         packed = pack(examples, self.settings.pack)
-        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
-        rate = learning_rate(self.settings.optimizer, number)
-        self.state, numbers = update(self.programs, self.loss, self.state, batches, rate)
-        run = sum(float(e.weights.sum()) for e in examples)
-        numbers = {name: float(x) for name, x in jax.device_get(numbers).items()}
-        return numbers | {n: numbers[n] / run for n in SHARES} | {"optim/learning_rate": rate}
+        if self.settings.aggregation == "micro_batch":
+            packed = weigh_by_micro_batch(packed)
+        rate = self.learner.rate(number)
+        self.state, numbers = self.learner.update(self.state, packed, rate)
+        run = sum(float(batch.weights.sum()) for batch in packed.batches)
+        shares = {name: numbers[name] / run for name in SHARES if name in numbers}
+        return numbers | shares | {"optim/learning_rate": rate}
 
     def rows(
         self,
@@ -195,12 +226,11 @@ class Rl:
         problems: Sequence[Problem],
         trajectories: Sequence[Trajectory],
         rewards: Sequence[Reward],
-    ) -> list[dict[str, Any]]:
+    ) -> Iterator[dict[str, Any]]:
         samples, isolation = self.settings.train.samples, self.agent.tools.isolation
-        return [
-            {"step": step, **row_of(problems[i // samples], t, rewards[i], self.chat, isolation)}
-            for i, t in enumerate(trajectories)
-        ]
+        for i, t in enumerate(trajectories):
+            row = row_of(problems[i // samples], t, rewards[i], self.chat, isolation)
+            yield {"step": step, **row}
 
 
 def training_problems(settings: recipe.Recipe) -> list[Problem]:
@@ -215,6 +245,13 @@ def training_problems(settings: recipe.Recipe) -> list[Problem]:
 def totals(rewards: Sequence[Reward], samples: int) -> np.ndarray:
     """Total rewards, one row a group; NaN where a trajectory could not be graded."""
     return np.array([r.total if r.graded else np.nan for r in rewards]).reshape(-1, samples)
+
+
+def over_updates(collected: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number over the updates of a step; of extremes, the most extreme."""
+    names = collected[0] if collected else {}
+    combine = {name: {jnp.maximum: max, jnp.minimum: min}[kind] for name, kind in EXTREMES.items()}
+    return {n: float(combine.get(n, np.mean)([each[n] for each in collected])) for n in names}
 
 
 def throughput(
@@ -232,7 +269,7 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
     """Held-out accuracy of the current weights, in the names of `logs.METRICS`."""
     problems = eval_problems(rl.settings)
     with log.phase("evaluate", len(problems) * rl.settings.train.samples, step) as tick:
-        rl.agent.sampler.load(rl.state.params)
+        rl.agent.sampler.load(rl.learner.working(rl.state.params))
         summary = judge_policy(rl.settings, rl.agent, problems, step, tick).summary
     return {
         f"eval/{domain}/{name}": part[name]["value"]
@@ -244,16 +281,15 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
 def train(config: Any, workdir: Path) -> None:
     """The stage: leaves checkpoints, metrics.jsonl and rollouts/ in the workdir."""
     settings = recipe.read(config, workdir)
-    logs.record_run(workdir, settings.config_json, logs.environment(), MAY_CHANGE)
     part = settings.train
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
-        rl = Rl(settings, tools)
-        if not is_workdir(workdir):
+        rl = Rl(begin(settings, workdir, MAY_CHANGE), tools)
+        if processes.is_first() and not is_workdir(workdir):
             template = rl.chat.tokenizer.template
             keep_source(workdir, settings.source, settings.tokenizer, template)
         first = rl.start(workdir)
-        with logs.Logs(workdir, part.steps, first) as log:
+        with logs.Logs(workdir, part.steps, first, processes.is_first()) as log:
             for step in range(first, part.steps):
                 with log.timer("step"):
                     numbers = rl.step(step, log)

@@ -14,26 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from demyrl import checkpoint, command, logs, recipe
+from demyrl import checkpoint, command, logs, processes, recipe
 from demyrl.arrays import TrainState
 from demyrl.data.demonstrations import ANSWERS, PLANS, boxed, calling, said, truth
 from demyrl.data.generators import tasks
 from demyrl.data.stream import RowStream
-from demyrl.evaluate import make_chat
-from demyrl.learn.batch import Example, pack, token_weights, unpack
+from demyrl.evaluate import begin, make_chat, own_mesh
+from demyrl.learn.batch import Example, pack, token_weights
+from demyrl.learn.learner import HeadConfig, Learner
 from demyrl.learn.loss import sft_loss
-from demyrl.learn.update import (
-    Programs,
-    learning_rate,
-    make_optimizer,
-    make_programs,
-    update,
-)
-from demyrl.model.sharding import make_mesh, rows_sharding
 from demyrl.text.chat import Chat, messages_from_row
 from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
@@ -75,7 +67,7 @@ def read_conversations(settings: recipe.Recipe, chat: Chat) -> list[Conversation
             f"none of the {len(all_rows)} conversations in {path} fits in {longest} tokens, the "
             "smaller of sft.pack.row_tokens and what the model was made for."
         )
-    if len(fitting) < len(all_rows):
+    if len(fitting) < len(all_rows) and processes.is_first():
         left_out = len(all_rows) - len(fitting)
         print(f"{left_out} conversations of {len(all_rows)} pass {longest} tokens: left out")
     return fitting
@@ -120,12 +112,14 @@ class Sft:
         part = settings.sft
         settings = self.settings = recipe.on_device(settings)
         self.conversations, self.probes = conversations, probes
+        everything = (x.tobytes() for c in (*conversations, *probes) for x in (c.tokens, c.sampled))
+        processes.agree("conversations or tokens", everything)
         self.stream = RowStream(len(self.conversations), part.rows_per_step, settings.seed)
-        self.mesh = make_mesh(settings.mesh)
-        self.optimizer = make_optimizer(settings.sft_optimizer, settings.model)
-        self.programs: Programs = make_programs(
-            settings.model, self.optimizer, sft_loss, 1.0, settings.head_chunk
-        )
+        self.mesh = own_mesh(settings)
+        self.learner = Learner(
+            settings.model, self.mesh, settings.sft_optimizer, settings.memory, settings.sft_pack,
+            sft_loss, HeadConfig(1.0, settings.head_chunk),
+        )  # fmt: skip
         self.state: TrainState | None = None
         self.cooling_from: int | None = None
 
@@ -133,7 +127,7 @@ class Sft:
         """Loads the newest checkpoint or the first weights; returns the step to go on from."""
         s = self.settings
         self.state, restored = first_state(
-            workdir, s.source, s.model, self.mesh, s.seed, self.optimizer
+            workdir, s.source, s.model, self.mesh, s.seed, self.learner.optimizer, s.memory.offload
         )
         if restored is None:
             return 0
@@ -156,7 +150,7 @@ class Sft:
 
     def rate(self, step: int) -> float:
         """Warm-up, constant, and after `cooling_from` down to the final share."""
-        peak = learning_rate(self.settings.sft_optimizer, step)
+        peak = self.learner.rate(step)
         if self.cooling_from is None:
             return peak
         done = (step - self.cooling_from) / self.settings.sft.cooldown_steps
@@ -167,20 +161,17 @@ class Sft:
         chosen = [self.conversations[i] for i in self.stream.next()]
         weights = token_weights([c.sampled for c in chosen], "token")
         examples = [Example(c.tokens, w) for c, w in zip(chosen, weights, strict=True)]
-        packed = pack(examples, self.settings.sft_pack)
-        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
         rate = self.rate(step)
-        self.state, numbers = update(self.programs, sft_loss, self.state, batches, rate)
-        return {**jax.device_get(numbers), "optim/learning_rate": rate}
+        packed = pack(examples, self.settings.sft_pack)
+        self.state, numbers = self.learner.update(self.state, packed, rate)
+        return {**numbers, "optim/learning_rate": rate}
 
     def probe(self) -> float:
         """Share of held-out episodes whose every copied digit has more than half of the
         probability, given the teacher's text before it."""
         examples = [Example(c.tokens, c.sampled.astype(np.float32)) for c in self.probes]
-        packed = pack(examples, self.settings.sft_pack)
-        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
-        scores = [self.programs.score(self.state.params, batch).logprobs for batch in batches]
-        logprobs = unpack(packed, jax.device_get(scores), [len(c.tokens) for c in self.probes])
+        working = self.learner.working(self.state.params)
+        logprobs = self.learner.score(working, examples).logprobs
         copied = [
             np.all(row[c.sampled] > np.log(0.5))
             for row, c in zip(logprobs, self.probes, strict=True)
@@ -198,9 +189,11 @@ class Sft:
         """All steps from the newest checkpoint on; leaves metrics.jsonl and checkpoints."""
         part = self.settings.sft
         step, copied = self.start(workdir), 0.0
-        with logs.Logs(workdir, part.max_steps, step) as log:
+        with logs.Logs(workdir, part.max_steps, step, processes.is_first()) as log:
             while not self.finished(step):
                 numbers = self.step(step)
+                if numbers["optim/skipped"]:
+                    log.note(self.learner.notice(step))
                 step += 1
                 if step % part.probe_every == 0:
                     copied = numbers["sft/probe_copy"] = self.probe()
@@ -214,11 +207,11 @@ class Sft:
 def train_sft(config: Any, workdir: Path) -> None:
     """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
     settings = recipe.read(config, workdir)
-    logs.record_run(workdir, settings.config_json, logs.environment(), ("sft.save_every",))
     command.enable_compilation_cache()
+    settings = begin(settings, workdir, ("sft.save_every",))
     chat = make_chat(settings, ToolBox(settings.tools))
     conversations, probes = read_conversations(settings, chat), probe_set(settings, chat)
-    if not is_workdir(workdir):
+    if processes.is_first() and not is_workdir(workdir):
         keep_source(workdir, settings.source, settings.tokenizer, chat.tokenizer.template)
     Sft(settings, conversations, probes).run(workdir)
 

@@ -15,21 +15,15 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from demyrl import checkpoint
+from demyrl import checkpoint, processes
 from demyrl.arrays import TrainState
 from demyrl.command import frozen
-from demyrl.learn.update import abstract_state, start_state
+from demyrl.learn.state import abstract_state, start_state
 from demyrl.model.config import AUTO, ModelConfig
 from demyrl.model.hf_config import read_config
 from demyrl.model.hf_load import load_params
-from demyrl.model.sharding import params_sharding
-from demyrl.model.transformer import (
-    Parameter,
-    Params,
-    init_params,
-    is_parameter,
-    parameter_table,
-)
+from demyrl.model.sharding import abstract_params, params_sharding
+from demyrl.model.transformer import Params, init_params
 
 BUILTIN = "builtin:"
 KEPT = "source"  # the folder of a workdir that holds the small files of its source
@@ -51,14 +45,13 @@ def starting_params(source: str, model: ModelConfig, mesh: Mesh, seed: int) -> P
 
     Raises ValueError when the source is none of the four kinds or holds another model.
     """
-    sharding = params_sharding(model, mesh)
     if not source:
-        draw = jax.jit(init_params, static_argnums=0, out_shardings=sharding)
+        draw = jax.jit(init_params, static_argnums=0, out_shardings=params_sharding(model, mesh))
         return draw(model, jax.random.key(seed))
     folder = folder_of(source)
     if is_workdir(folder):
-        return params_of_run(folder, model, sharding)
-    return load_params(folder, model, sharding)
+        return params_of_run(folder, model, mesh)
+    return load_params(folder, model, params_sharding(model, mesh))
 
 
 def shape_of(source: str, dtype: str) -> ModelConfig:
@@ -145,33 +138,22 @@ def first_state(
     mesh: Mesh,
     seed: int,
     optimizer: optax.GradientTransformation,
+    offload: bool = False,
 ) -> tuple[TrainState, checkpoint.Restored | None]:
     """The state that a run goes on from, and the checkpoint it is from; a new state without one.
 
     The source is not read where there is a checkpoint, so two states never exist at a time.
     """
-    abstract = abstract_params(model, params_sharding(model, mesh))
-    restored = checkpoint.restore(workdir, abstract_state(abstract, optimizer))
+    abstract = abstract_state(abstract_params(model, mesh), optimizer, offload)
+    restored = checkpoint.restore(workdir, abstract)
     if restored is not None:
         return restored.state, restored
-    return start_state(starting_params(source, model, mesh, seed), optimizer), None
+    return start_state(starting_params(source, model, mesh, seed), optimizer, offload), None
 
 
-def abstract_params(model: ModelConfig, sharding: Params) -> Params:
-    """The shapes and places of the parameters, without the parameters."""
-
-    def leaf(row: Parameter, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(row.shape, "float32", sharding=place)
-
-    return jax.tree.map(leaf, parameter_table(model), sharding, is_leaf=is_parameter)
-
-
-def params_of_run(
-    folder: Path, model: ModelConfig, sharding: Params, step: int | None = None
-) -> Params:
+def params_of_run(folder: Path, model: ModelConfig, mesh: Mesh, step: int | None = None) -> Params:
     """The parameters of a run's checkpoint of `step`, or of its newest that is intact."""
-    abstract = abstract_params(model, sharding)
-    restored = checkpoint.restore_params(folder, abstract, step)
+    restored = checkpoint.restore_params(folder, abstract_params(model, mesh), step)
     if restored is None and step is not None:
         there = ", ".join(map(str, checkpoint.steps(folder))) or "none"
         raise ValueError(
@@ -179,7 +161,8 @@ def params_of_run(
         )
     if restored is None:
         raise ValueError(f"model.source is {str(folder)!r}, but no intact checkpoint is in it.")
-    print(f"weights of {folder}, step {restored.step}", flush=True)
+    if processes.is_first():
+        print(f"weights of {folder}, step {restored.step}", flush=True)
     return restored.state
 
 

@@ -18,7 +18,8 @@ from demyrl import checkpoint, export
 from demyrl.model.hf_config import config_of, read_config
 from demyrl.model.hf_load import load_params
 from demyrl.model.hf_names import tensors_of
-from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.text.tokenizer import load_tokenizer
 from demyrl.weights import builtin_folder, keep_source
 from tests.tiny import MODEL, drawn_params
@@ -38,8 +39,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     """All but one of the tests leave the weights on one device, which compiles faster."""
-    mesh = make_mesh(MeshConfig(1, 1))
-    monkeypatch.setattr(export, "spread", lambda model: params_sharding(model, mesh))
+    mesh = make_mesh(MeshConfig(1, 1, 1))
+    monkeypatch.setattr(export, "wide_mesh", lambda model: mesh)
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_the_builtin_checkpoint_is_a_source(tmp_path, run):
 
 def weights_in(folder):
     model = read_config(folder, "float32")
-    return load_params(folder, model, params_sharding(model, make_mesh(MeshConfig(1, 1))))
+    return load_params(folder, model, params_sharding(model, make_mesh(MeshConfig(1, 1, 1))))
 
 
 @pytest.mark.parametrize("words, step", [([], 2), (["--step=1"], 1)], ids=["newest", "asked"])
@@ -232,7 +233,7 @@ def test_sharding_over_the_devices_does_not_change_an_export(tmp_path, monkeypat
     tensors = stored(MODEL, ["bfloat16"])
     checkpoint_folder(tmp_path / "source", MODEL, tensors)
     monkeypatch.undo()
-    places = jax.tree.leaves(export.spread(MODEL))
+    places = jax.tree.leaves(params_sharding(MODEL, export.wide_mesh(MODEL)))
     assert max(len(each.device_set) for each in places) == len(jax.devices()) == 8
     export.export_source(str(tmp_path / "source"), tmp_path / "out", None)
     assert_same_bits(all_tensors(tmp_path / "out"), tensors)

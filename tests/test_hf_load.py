@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from demyrl.model import hf_load
 from demyrl.model.hf_load import dtypes_of, load_params, pieces, stored_tensors
 from demyrl.model.hf_names import tensors_of
-from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from tests.tiny import MODEL, compilations, drawn_params
 
 QWEN2 = dataclasses.replace(MODEL, qk_norm=False, attention_bias=True)
@@ -30,7 +31,7 @@ WORDS = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", BF16: "BF16"}
 
 
 def sharding(model=MODEL, data=1, tensor=1):
-    return params_sharding(model, make_mesh(MeshConfig(data, tensor)))
+    return params_sharding(model, make_mesh(MeshConfig(data, tensor, 1)))
 
 
 def weights_of(model):

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file
 from demyrl.model import hf_save
 from demyrl.model.hf_names import tensors_of
 from demyrl.model.hf_save import whole_folder, write_checkpoint
-from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.model.transformer import hidden_states, map_table, output_embedding
 from tests.tiny import MODEL, compilations, drawn_params
 
@@ -212,7 +213,7 @@ def test_a_weight_that_the_type_cannot_hold_is_refused_by_name(value, dtype, mes
 
 def test_sharded_weights_give_the_same_bytes(tmp_path):
     weights = weights_of(QWEN2)
-    places = params_sharding(QWEN2, make_mesh(MeshConfig(4, 2)))
+    places = params_sharding(QWEN2, make_mesh(MeshConfig(4, 2, 1)))
     save_checkpoint(tmp_path / "one", weights, QWEN2, dtypes="bfloat16")
     save_checkpoint(tmp_path / "many", jax.device_put(weights, places), QWEN2, dtypes="bfloat16")
     for path in (tmp_path / "one").iterdir():

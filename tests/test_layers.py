@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (  # a module may import those of earlier lines and those of its own folder
     {"types", "arrays"},
-    {"data", "text", "model", "tools", "logs"},
+    {"data", "text", "model", "tools", "logs", "storage", "processes"},
     {"rollout", "rewards", "learn"},
     {"checkpoint"},
     {"command", "records"},
     {"weights", "settings"},
     {"recipe"},
-    {"evaluate", "collect", "plan", "chat"},
+    {"evaluate", "collect", "plan", "planning", "chat"},
     {"train", "train_sft", "select_problems", "export"},
 )
-PART_OF = {"display": "logs"}  # a top-level file that belongs to another one
+PART_OF = {"display": "logs", "liveness": "processes"}  # a top-level file that belongs to another one
 ANALYSIS_MAY_IMPORT = {"types", "logs", "analysis"}
 MAY_IMPORT_STATS = {"demyrl.evaluate"}  # the one way into analysis: avg@k and its intervals
 

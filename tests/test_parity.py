@@ -16,7 +16,8 @@ import pytest
 from demyrl.model.hf_config import read_config
 from demyrl.model.hf_load import load_params
 from demyrl.model.kvcache import empty_cache
-from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.model.transformer import hidden_states, output_embedding
 from demyrl.rollout.sampler import (
     Feed,
@@ -71,7 +72,7 @@ def checkpoint(name: str, source: str, folder: Path) -> Checkpoint:
         pytest.importorskip("torch", reason=TORCH_IS_MISSING)
         answers = make_golden.ask(name, SEED + 1, folder)
     model = read_config(folder, "float32")
-    places = params_sharding(model, make_mesh(MeshConfig(1, 1)))
+    places = params_sharding(model, make_mesh(MeshConfig(1, 1, 1)))
     return Checkpoint(model, load_params(folder, model, places), answers.arrays)
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from demyrl import checkpoint
 from demyrl.collect import collect_stage
-from demyrl.learn.update import make_optimizer, start_state
+from demyrl.learn.optimizer import make_optimizer
+from demyrl.learn.state import start_state
 from demyrl.recipe import read
 from tests.tiny import SHRUNK, drawn_params, shrunk_config
 

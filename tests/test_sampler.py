@@ -6,15 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demyrl.model.transformer import hidden_states, output_embedding
-from demyrl.rollout import sampler as sampling
-from demyrl.rollout.sampler import (
-    Feed,
-    Sampler,
-    SamplerConfig,
-    draw_tokens,
-    episode_keys,
-    sample_tokens,
-)
+from demyrl.rollout import draw
+from demyrl.rollout.draw import draw_tokens, episode_keys, sample_tokens
+from demyrl.rollout.sampler import Feed, Sampler, SamplerConfig
 from tests.tiny import MODEL, params
 
 END = (700,)
@@ -126,8 +120,8 @@ def test_draws_follow_the_distribution_over_several_blocks(vocab):
     probs /= probs.sum()
     count = 20_000
     keys = jax.random.bits(jax.random.key(1), (count, 2))
-    draw = jax.jit(draw_tokens)
-    tokens = draw(jnp.tile(jnp.float32(probs), (count, 1)), keys, jnp.zeros(count, jnp.int32))
+    drawn = jax.jit(draw_tokens)
+    tokens = drawn(jnp.tile(jnp.float32(probs), (count, 1)), keys, jnp.zeros(count, jnp.int32))
     counts = np.bincount(np.asarray(tokens), minlength=vocab)
     assert counts[probs == 0].sum() == 0
     spread = np.sqrt(count * probs * (1 - probs))
@@ -137,12 +131,12 @@ def test_draws_follow_the_distribution_over_several_blocks(vocab):
 def test_no_uniform_number_draws_a_token_of_probability_zero(monkeypatch):
     vocab, count = 20_000, 2**14
     probs = np.random.default_rng(0).random(vocab)
-    probs[:: sampling.DRAW_BLOCK] = 0  # the first of each block, next to an edge of the sums
+    probs[:: draw.DRAW_BLOCK] = 0  # the first of each block, next to an edge of the sums
     probs = jnp.asarray(probs / probs.sum(), jnp.float32)
     sums = np.cumsum(np.pad(probs, (0, -vocab % 128)).reshape(-1, 128).sum(1, dtype=np.float32))
     near = (sums[:, None] * (1 + np.arange(-50, 51) * 2.0**-24)).reshape(-1)
     numbers = jnp.asarray(np.clip(near, 0, 1 - 2.0**-23)[:count], jnp.float32)
-    monkeypatch.setattr(sampling, "shares_of", lambda keys, positions: numbers)
+    monkeypatch.setattr(draw, "shares_of", lambda keys, positions: numbers)
     keys = jnp.zeros((len(numbers), 2), jnp.uint32)
     rows = jnp.broadcast_to(probs, (len(numbers), vocab))
     tokens = draw_tokens(rows, keys, jnp.zeros(len(numbers), jnp.int32))

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import re
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,65 +12,68 @@ import pytest
 
 from demyrl import checkpoint
 from demyrl.learn.batch import Example, PackConfig, pack, token_weights
+from demyrl.learn.learner import HeadConfig, Learner
 from demyrl.learn.loss import LossConfig, grpo_loss
-from demyrl.learn.update import (
-    OptimizerConfig,
-    make_optimizer,
-    make_programs,
-    start_state,
-    update,
-)
-from demyrl.model.sharding import (
-    RULES,
-    MeshConfig,
-    divisible,
-    make_mesh,
-    params_sharding,
-    rows_sharding,
-)
+from demyrl.learn.optimizer import OptimizerConfig
+from demyrl.learn.state import start_state
+from demyrl.learn.update import MemoryConfig
+from demyrl.model.mesh import AXES, TOKENS_SPREAD, MeshConfig, divisible, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.model.transformer import is_parameter, parameter_table
 from tests.tiny import MODEL, compilations, drawn_params
 
-SMALL = dataclasses.replace(MODEL, vocab=64, layers=1)
-OPTIMIZER = OptimizerConfig(1e-3, 0, 0, 1.0, 0.9, 0.95, 0.1, 1.0)
-MESHES = [(2, 2), (8, 1), (1, 2)]
+SMALL = dataclasses.replace(MODEL, vocab=64, width=64, layers=1, heads=8, kv_heads=8)
+OPTIMIZER = OptimizerConfig(1e-3, 0, 0, 1.0, 0.9, 0.95, 0.1, 1.0, 3)
+PLAIN = MemoryConfig("none", "float32", "float32", False)
+LADDER = (2, 2, 2)  # the mesh whose rows have two lengths
+MESHES = [(8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8)]
 
 
 def loss(logprobs, batch):
-    return grpo_loss(logprobs, batch, LossConfig(0.2, 0.28, 10.0))
+    return grpo_loss(logprobs, batch, LossConfig(0.2, 0.28, 10.0, "token", 0.0, "k3"))
+
+
+def examples(count, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 16, count)
+    weights = token_weights([np.arange(n) >= 2 for n in lengths], "token")
+    return [
+        Example(rng.integers(0, SMALL.vocab, n).astype(np.int32), w, float(rng.normal()), -4.0)
+        for n, w in zip(lengths, weights, strict=True)
+    ]
 
 
 class Run:
     """The training of one mesh, put together as train.py does."""
 
-    def __init__(self, data, tensor):
-        self.mesh = make_mesh(MeshConfig(data, tensor))
-        self.sharding = params_sharding(SMALL, self.mesh)
-        optimizer = make_optimizer(OPTIMIZER, SMALL)
-        self.programs = make_programs(SMALL, optimizer, loss, 1.0, chunk=16)
-        self.state = start_state(jax.device_put(drawn_params(SMALL), self.sharding), optimizer)
+    def __init__(self, sizes, memory=PLAIN):
+        self.mesh = make_mesh(MeshConfig(*sizes))
+        shape = PackConfig(8, 16, 2 if sizes == LADDER else 1)  # each rung compiles
+        self.learner = Learner(
+            SMALL, self.mesh, OPTIMIZER, memory, shape, loss, HeadConfig(1.0, 16)
+        )
+        params = jax.device_put(drawn_params(SMALL), params_sharding(SMALL, self.mesh))
+        self.state = start_state(params, self.learner.optimizer, memory.offload)
 
     def update(self, count=20, seed=0):
-        rng = np.random.default_rng(seed)
-        lengths = rng.integers(3, 12, count)
-        weights = token_weights([np.ones(n, bool) for n in lengths], "token")
-        examples = [
-            Example(rng.integers(0, SMALL.vocab, n).astype(np.int32), w, float(rng.normal()), -4.0)
-            for n, w in zip(lengths, weights, strict=True)
-        ]
-        packed = pack(examples, PackConfig(8, 12))
-        batches = jax.device_put(packed.batches, rows_sharding(self.mesh))
-        self.state, numbers = update(self.programs, loss, self.state, batches, 1e-4)
-        return jax.device_get(numbers)
+        packed = pack(examples(count, seed), self.learner.shape)
+        self.state, numbers = self.learner.update(self.state, packed, 1e-4)
+        return numbers
+
+    def score(self, count=20):
+        return self.learner.score(self.learner.working(self.state.params), examples(count))
 
 
 @functools.cache
-def trained(data, tensor):
-    """A run after an update of one micro-batch and one of three, which should compile nothing."""
-    run = Run(data, tensor)
+def trained(sizes, memory=PLAIN):
+    """A run after a score, an update of one micro-batch and one of more, and a score, of which the
+    last two should compile nothing."""
+    run = Run(sizes, memory)
+    run.scores = run.score(3).logprobs
     first = run.update(count=6)
     with compilations() as run.compiled_late:
-        run.numbers = [first, run.update(count=20, seed=1)]
+        run.numbers = [first, run.update(count=60, seed=1)]
+        run.score(60)
     return run
 
 
@@ -76,68 +81,153 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("data, tensor", MESHES)
-def test_updates_on_a_mesh_equal_those_on_one_device(data, tensor):
-    alone, spread = trained(1, 1), trained(data, tensor)
+@pytest.mark.parametrize("sizes", MESHES)
+def test_scores_and_updates_on_a_mesh_equal_those_on_one_device(sizes):
+    alone, spread = trained((1, 1, 1)), trained(sizes)
+    assert_close(spread.scores, alone.scores)
     assert_close(jax.device_get(spread.state.params), jax.device_get(alone.state.params))
     assert_close(spread.numbers, alone.numbers)
 
 
-@pytest.mark.parametrize("data, tensor", MESHES)
-def test_each_device_still_holds_its_fraction_of_every_leaf_after_an_update(data, tensor):
-    sizes, run = {"data": data, "tensor": tensor}, trained(data, tensor)
+@pytest.mark.parametrize("sizes", MESHES)
+def test_each_device_still_holds_its_fraction_of_every_leaf_after_an_update(sizes):
+    size_of, run = dict(zip(AXES, sizes, strict=True)), trained(sizes)
     rows = jax.tree.leaves(parameter_table(SMALL), is_leaf=is_parameter)
     params = jax.tree.leaves(run.state.params)
     moments = [m for m in jax.tree.leaves(run.state.opt_state) if m.ndim]
     assert len(moments) == 2 * len(params)
     for row, array in zip([*rows] * 3, [*params, *moments], strict=True):
-        parts = math.prod(sizes.get(RULES[axis], 1) for axis in row.axes)
+        spread = [TOKENS_SPREAD[axis] for axis in row.axes]
+        parts = math.prod(size_of[name] for names in spread for name in names)
         held = {shard.data.size for shard in array.addressable_shards}
         assert held == {array.size // parts}, (row.axes, array.sharding)
 
 
-@pytest.mark.parametrize("data, tensor", [(1, 1), *MESHES])
-def test_nothing_compiles_after_the_first_update(data, tensor):
-    assert trained(data, tensor).compiled_late == []
+@pytest.mark.parametrize("sizes", MESHES)
+def test_each_device_holds_its_fraction_of_a_batch(sizes):
+    run = trained(sizes)
+    data, _, sequence = sizes
+    batch = run.learner.place(pack(examples(6), run.learner.shape))[0]
+    for array in jax.tree.leaves(batch):
+        held = {shard.data.size for shard in array.addressable_shards}
+        assert held == {array.size // (data * sequence)}
 
 
-def test_a_run_on_a_mesh_goes_on_from_its_checkpoint(tmp_path):
-    run, again = trained(2, 2), Run(2, 2)
-    checkpoint.save(tmp_path, 2, run.state, {}, keep=1)
-    again.state = checkpoint.restore(tmp_path, checkpoint.like(again.state)).state
-    again.programs = run.programs
-    run.update(seed=2)
-    again.update(seed=2)
-    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), *MESHES])
+def test_nothing_compiles_after_the_first_score_and_update(sizes):
+    assert trained(sizes).compiled_late == []
+
+
+LEVERS = {"remat": "full", "offload": True}
+
+
+@pytest.mark.parametrize("change", [{"remat": "dots"}, LEVERS], ids=str)
+def test_memory_levers_that_only_move_or_repeat_work_change_no_number(change):
+    plain, other = trained((2, 2, 2)), trained((2, 2, 2), dataclasses.replace(PLAIN, **change))
+    assert_close(jax.device_get(other.state.params), jax.device_get(plain.state.params))
+    assert other.compiled_late == []
+
+
+def test_an_offloaded_state_lies_in_the_memory_of_the_host_after_an_update():
+    state = trained((2, 2, 2), dataclasses.replace(PLAIN, **LEVERS)).state
+    arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
+    assert {x.sharding.memory_kind for x in arrays} == {"pinned_host"}
+
+
+def test_moments_and_gradients_in_bfloat16_train_nearly_alike():
+    narrow = dataclasses.replace(PLAIN, moments="bfloat16", gradients="bfloat16")
+    plain, other = trained((2, 2, 2)), trained((2, 2, 2), narrow)
+    kinds = {str(x.dtype) for x in jax.tree.leaves(other.state.opt_state) if x.ndim}
+    assert kinds == {"bfloat16"}
+    for name in ("loss/policy", "optim/grad_norm"):
+        assert other.numbers[1][name] == pytest.approx(plain.numbers[1][name], rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "changes, mesh, rows, message",
+    "change, message",
     [
-        ({"width": 30}, (4, 1), {}, "model.width is 30, which mesh.data = 4 does not divide"),
-        ({}, (1, 8), {}, "model.heads is 4, which mesh.tensor = 8 does not divide"),
-        ({}, (1, 4), {}, "model.kv_heads is 2, which mesh.tensor = 4 does not divide"),
-        ({"vocab": 765}, (1, 2), {}, "model.vocab is 765, which mesh.tensor = 2 does not divide"),
-        ({"feed_forward": 47}, (1, 2), {}, "model.feed_forward is 47, which mesh.tensor = 2"),
-        ({}, (4, 1), {"train.pack.rows": 6}, "train.pack.rows is 6, which mesh.data = 4"),
+        ({"remat": "some"}, "memory.remat is 'some': use one of none, dots, full"),
+        ({"moments": "int8"}, "memory.moments is 'int8': use one of float32, bfloat16"),
+        ({"gradients": "float16"}, "memory.gradients is 'float16'"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_key_size_and_axis(changes, mesh, rows, message):
+def test_a_lever_that_is_none_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        divisible(dataclasses.replace(MODEL, **changes), MeshConfig(*mesh), rows)
+        dataclasses.replace(PLAIN, **change)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("then", [(2, 2, 2), (1, 8, 1), (1, 1, 1)])
+def test_a_run_goes_on_from_its_checkpoint_on_the_same_mesh_or_another(tmp_path, then):
+    run, again = Run((2, 2, 2)), Run(then)
+    run.update()
+    checkpoint.save(tmp_path, 1, run.state, {}, keep=1)
+    again.state = checkpoint.restore(tmp_path, checkpoint.like(again.state)).state
+    exact = np.testing.assert_array_equal
+    jax.tree.map(exact, jax.device_get(again.state), jax.device_get(run.state))
+    run.update(seed=2)
+    again.update(seed=2)
+    check = exact if then == (2, 2, 2) else assert_close
+    check(jax.device_get(again.state.params), jax.device_get(run.state.params))
+
+
+@pytest.mark.parametrize(
+    "changes, mesh, counts, message",
+    [
+        ({"width": 30}, (4, 1, 1), {}, "model.width is 30, which mesh.data x mesh.sequence = 4"),
+        ({}, (1, 8, 1), {}, "model.heads is 4, which mesh.tensor = 8 does not divide"),
+        ({}, (1, 1, 4), {}, "model.kv_heads is 2, which mesh.tensor x mesh.sequence = 4 does not"),
+        ({"vocab": 765}, (1, 2, 1), {}, "model.vocab is 765, which mesh.tensor = 2 does not"),
+        ({"feed_forward": 47}, (1, 2, 1), {}, "model.feed_forward is 47, which mesh.tensor = 2"),
+        ({}, (4, 1, 1), {"train.pack.rows": ("rows", 6)}, "train.pack.rows is 6, which mesh.data"),
+        ({}, (1, 1, 2), {"row_tokens": ("tokens", 9)}, "row_tokens is 9, which mesh.sequence = 2"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_key_size_and_axis(changes, mesh, counts, message):
+    with pytest.raises(ValueError, match=message):
+        divisible(dataclasses.replace(MODEL, **changes), MeshConfig(*mesh), counts)
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 1, 8), (3, 1, 1), (5, 2, 1)])
+def test_the_mesh_that_a_refusal_names_would_work(mesh):
+    counts = {"train.pack.rows": ("rows", 8)}
+    with pytest.raises(ValueError) as refused:
+        divisible(MODEL, MeshConfig(*mesh), counts)
+    sizes = re.search(
+        r"would work: mesh.data is (\d+), mesh.tensor is (\d+), mesh.sequence is (\d+)",
+        str(refused.value),
+    ).groups()
+    divisible(MODEL, MeshConfig(*map(int, sizes)), counts)
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (4, 2, 1), (4, 1, 2)])
 def test_what_divides_is_accepted(mesh):
-    divisible(MODEL, MeshConfig(*mesh), {"train.pack.rows": 8, "rollout.slots": 16})
+    counts = {"train.pack.rows": ("rows", 8), "rollout.slots": ("rows", 16)}
+    divisible(MODEL, MeshConfig(*mesh), counts)
 
 
 def test_more_devices_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="is 4 x 4 = 16, but JAX sees 8 device"):
-        make_mesh(MeshConfig(4, 4))
+    with pytest.raises(ValueError, match="takes 16 devices, but JAX sees 8"):
+        make_mesh(MeshConfig(4, 4, 1))
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 1)])
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (-1, 1, 1), (1, 1, 0)])
 def test_an_axis_without_devices_is_refused(sizes):
     with pytest.raises(ValueError, match="at least 1"):
         MeshConfig(*sizes)
+
+
+class Device(NamedTuple):
+    process_index: int
+    id: int
+
+
+def test_the_devices_of_a_process_stand_next_to_each_other():
+    devices = [Device(i % 2, i) for i in range(8)]
+    mesh = make_mesh(MeshConfig(2, 1, 4), devices)
+    owners = [{device.process_index for device in row.flat} for row in mesh.devices]
+    assert owners == [{0}, {1}]
+
+
+def test_devices_of_several_processes_must_all_be_used():
+    with pytest.raises(ValueError, match="takes 4 of the 8 devices of 2 processes"):
+        make_mesh(MeshConfig(4, 1, 1), [Device(i // 4, i) for i in range(8)])

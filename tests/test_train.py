@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from demyrl.evaluate import refuse_broken_sandbox
+from demyrl.learn.batch import Example
+from demyrl.learn.learner import NotLearning
 from demyrl.recipe import read
 from demyrl.tools.toolbox import ToolBox
 from demyrl.train import Rl
@@ -27,12 +29,24 @@ def rl(tmp_path_factory):
     return run, run.state, rollout.trajectories
 
 
-def trained(rl, trajectories, rewards):
+class Note:
+    """A log that keeps what it is told."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def trained(rl, trajectories, rewards, log=None):
     """The parameters after the updates of a step, from the same start."""
     run, start, _ = rl
     run.state = jax.tree.map(jnp.copy, start)
-    logprobs = [t.logprobs for t in trajectories]
-    run.updates(0, trajectories, rewards, logprobs, lambda done: None)
+    examples = [
+        Example(t.tokens, t.sampled.astype(np.float32), 0.0, t.logprobs) for t in trajectories
+    ]
+    run.updates(0, examples, rewards, lambda done: None, log or Note())
     return jax.device_get(run.state)
 
 
@@ -63,12 +77,28 @@ def test_equal_groups_count_in_the_weights_of_the_others(rl):
     run, _, trajectories = rl
     half = some_rewards(4) + [Reward(1.0)] * 4
     examples = []
-    run.update = lambda e, number: examples.append(e) or {}
+    run.update = lambda e, number: examples.append(e) or {"optim/skipped": 0.0}
     trained(rl, trajectories, half)
     del run.update
     weight = sum(float(e.weights.sum()) for e in examples[0])
     share = sum(t.sampled_len for t in trajectories[:4]) / sum(t.sampled_len for t in trajectories)
     assert weight == pytest.approx(share, abs=1e-6)
+
+
+def without_numbers(trajectory):
+    return dataclasses.replace(trajectory, logprobs=np.full_like(trajectory.logprobs, np.nan))
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_told_until_a_run_stops(rl):
+    run, start, trajectories = rl
+    spoiled, log = [without_numbers(t) for t in trajectories], Note()
+    for _ in range(run.settings.optimizer.skips - 1):
+        got = trained(rl, spoiled, some_rewards(len(spoiled)), log)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(start))
+    assert len(log.notes) == 4 and "not finite (4 in a row; 5 stop the run)" in log.notes[-1]
+    with pytest.raises(NotLearning, match="gradients of 5 updates in a row were not finite"):
+        trained(rl, spoiled, some_rewards(len(spoiled)), log)
+    run.learner.skipped = 0
 
 
 def broken(trajectory):

@@ -9,7 +9,8 @@ import pytest
 from demyrl import checkpoint, logs
 from demyrl.collect import collect_stage
 from demyrl.model.hf_load import load_params
-from demyrl.model.sharding import MeshConfig, make_mesh, params_sharding
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.recipe import read
 from demyrl.train import train
 from demyrl.train_sft import train_sft
@@ -34,7 +35,7 @@ def run(tmp_path_factory):
 def params_in(workdir):
     """The parameters of the newest checkpoint."""
     model = read(shrunk_config()).model
-    sharding = params_sharding(model, make_mesh(MeshConfig(1, 1)))
+    sharding = params_sharding(model, make_mesh(MeshConfig(1, 1, 1)))
     base = load_params(builtin_folder("builtin:tiny"), model, sharding)
     restored = checkpoint.restore_params(workdir, checkpoint.like(base))
     return base, restored.state

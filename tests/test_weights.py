@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from demyrl import logs, recipe
-from demyrl.learn.update import make_optimizer, start_state
-from demyrl.model.sharding import MeshConfig, make_mesh
+from demyrl.learn.optimizer import make_optimizer
+from demyrl.learn.state import start_state
+from demyrl.model.mesh import MeshConfig, make_mesh
 from demyrl.text.chat import Chat
 from demyrl.text.tokenizer import load_tokenizer
 from demyrl.tools.interpreter import SCHEMA
@@ -64,7 +65,7 @@ def run_folder(workdir):
 def test_a_run_brings_the_shape_and_the_weights_it_began_with(run_folder):
     base = shape_of("builtin:tiny", "float32")
     assert shape_of(str(run_folder), "float32") == base
-    mesh = make_mesh(MeshConfig(1, 1))
+    mesh = make_mesh(MeshConfig(1, 1, 1))
     there = starting_params(str(run_folder), base, mesh, 0)
     here = starting_params("builtin:tiny", base, mesh, 0)
     jax.tree.map(np.testing.assert_array_equal, there, here)
@@ -91,7 +92,7 @@ def test_a_run_goes_on_when_its_source_is_gone(workdir):
 def test_a_state_that_was_restored_is_placed_like_a_new_one(workdir):
     folder, config = workdir
     settings = recipe.on_device(recipe.read(config, folder))
-    mesh = make_mesh(MeshConfig(4, 1))
+    mesh = make_mesh(MeshConfig(4, 1, 1))
     optimizer = make_optimizer(settings.sft_optimizer, settings.model)
     state, _ = first_state(folder, "", settings.model, mesh, 0, optimizer)
     fresh = start_state(starting_params("builtin:tiny", settings.model, mesh, 0), optimizer)

@@ -118,6 +118,8 @@ def make_agent(
     weights=None,
     temperature=1.0,
     sampler_class=Sampler,
+    model=MODEL,
+    mesh=None,
 ) -> Agent:
     shapes = SamplerConfig(
         slots=slots,
@@ -127,7 +129,7 @@ def make_agent(
         extend_lengths=(16, 64),
         temperature=temperature,
     )
-    sampler = sampler_class(MODEL, shapes, chat().end_tokens)
+    sampler = sampler_class(model, shapes, chat().end_tokens, mesh)
     sampler.load(params() if weights is None else weights)
     return Agent(sampler, chat(), tools or FakeTools(), AgentConfig(samples, early_return), limits)
 
@@ -139,8 +141,8 @@ class ScriptedSampler(Sampler):
     with random weights. `script(keys, turn)` gives the tokens of a turn, its end token included.
     """
 
-    def __init__(self, model, config, end_tokens):
-        super().__init__(model, config, end_tokens)
+    def __init__(self, model, config, end_tokens, mesh=None):
+        super().__init__(model, config, end_tokens, mesh)
         self.fed: dict[int, list[int]] = {}
         self.said: dict[tuple, int] = {}
 
@@ -155,8 +157,8 @@ class ScriptedSampler(Sampler):
         for source, target in pairs:
             self.fed[target] = list(self.fed[source])
 
-    def extend(self, feeds):
-        super().extend(feeds)
+    def extend(self, feeds, lengths=()):
+        super().extend(feeds, lengths)
         for feed in feeds:
             self.fed[feed.row] = self.fed.get(feed.row, [])[: feed.start] + list(feed.tokens)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 AUTO = "auto"  # to be replaced by what the platform is fast at, before anything is computed
-DTYPES = ("float32", "bfloat16", AUTO)
+DTYPES = ("float32", "bfloat16", "float64", AUTO)  # float64: for tests, with jax_enable_x64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,11 @@ def write_checkpoint(
     name, as the files of that checkpoint have them. Raises ValueError when the disk is too small,
     or a weight is not finite or would not be in its type.
     """
-    assert jax.process_count() == 1, "weights spread over several processes are not written yet"
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"this is one of {jax.process_count()} processes, none of which has all the weights: "
+            "export a run from one process of its own."
+        )
     shards = _shards(_entries(model, dtypes), shard_bytes)
     total = sum(entry.bytes for shard in shards for entry in shard)
     _require_space(folder, total)

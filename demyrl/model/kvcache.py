@@ -4,12 +4,19 @@ The cache holds no lengths: the host, which knows every trajectory, passes them 
 past the last slot is dropped, and the host checks that none is asked for.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from demyrl.arrays import KVCache
 from demyrl.model.config import ModelConfig
+from demyrl.model.mesh import HEADS_SPREAD, spec
+
+CACHE_AXES = ("rows", "kv_heads", None, "head_dim")  # of each array
 
 
 def empty_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
@@ -22,26 +29,68 @@ def empty_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     return KVCache(keys=zeros(), values=zeros())
 
 
+def abstract_cache(config: ModelConfig, rows: int, slots: int, mesh: Mesh) -> KVCache:
+    """The shapes and places of a cache, without the cache."""
+    place = NamedSharding(mesh, spec(CACHE_AXES, HEADS_SPREAD))
+    shapes = jax.eval_shape(functools.partial(empty_cache, config, rows, slots))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes
+    )
+
+
 def write(
-    cached: Float[Array, "B K S H"],
-    new: Float[Array, "R C K H"],
+    cached: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
+    fresh: tuple[Float[Array, "R C K H"], Float[Array, "R C K H"]],
     rows: Int[Array, " R"],
-    slots: Int[Array, "R C"],
-) -> Float[Array, "B K S H"]:
-    """The cache with new[r, c] at [rows[r], :, slots[r, c]]; entries out of range are dropped."""
-    return cached.at[rows[:, None], :, slots].set(new.astype(cached.dtype), mode="drop")
+    starts: Int[Array, " R"],
+    counts: Int[Array, " R"],
+) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """A layer's keys and values with the first counts[r] of the fresh ones in row rows[r], from
+    slot starts[r] on.
+
+    One window a row, and always the same layout: a scatter would be given another one on a TPU, for
+    which the whole cache is copied. A window that reaches past the last slot is moved back.
+    """
+    capacity = cached[0].shape[2]
+    size = min(fresh[0].shape[1], capacity)
+    fresh_RKCH = [new[:, :size].swapaxes(1, 2).astype(cached[0].dtype) for new in fresh]
+
+    def write_one(r: Array, cached: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = jnp.minimum(starts[r], capacity - size)
+        moved = starts[r] - first
+        order = jnp.arange(size) - moved
+        real_C1 = ((order >= 0) & (order < counts[r]))[:, None]
+
+        def written(old: Array, new: Array) -> Array:
+            at = (rows[r], 0, first, 0)
+            window = jax.lax.dynamic_slice(old, at, (1, old.shape[1], size, old.shape[3]))
+            new = jnp.roll(new[r], moved, axis=1) if size > 1 else new[r]
+            window = jnp.where(real_C1, new, window)
+            return in_order(jax.lax.dynamic_update_slice(old, window, at))
+
+        return tuple(written(old, new) for old, new in zip(cached, fresh_RKCH, strict=True))
+
+    return jax.lax.fori_loop(0, len(rows), write_one, cached)
+
+
+def in_order(x: Array) -> Array:
+    """The array with its last axis next to each other in memory, then the one before, and so on."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def copy_rows(
     cache: KVCache, sources: Int[Array, " B"], targets: Int[Array, " B"], count: Int[Array, ""]
 ) -> KVCache:
-    """Row sources[i] copied over row targets[i], for i below count, one after another."""
+    """Row sources[i] copied over row targets[i], for i below count, one after another.
 
-    def copy_one(i, cache: KVCache) -> KVCache:
-        def copied(array):
+    Each array on its own, so that only one row of one array is in between.
+    """
+
+    def copied(array: Array) -> Array:
+        def copy_one(i, array):
             row = jax.lax.dynamic_index_in_dim(array, sources[i], keepdims=True)
-            return jax.lax.dynamic_update_index_in_dim(array, row, targets[i], axis=0)
+            return in_order(jax.lax.dynamic_update_index_in_dim(array, row, targets[i], axis=0))
 
-        return jax.tree.map(copied, cache)
+        return jax.lax.fori_loop(0, count, copy_one, array)
 
-    return jax.lax.fori_loop(0, count, copy_one, cache)
+    return jax.tree.map(copied, cache)

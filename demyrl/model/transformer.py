@@ -6,16 +6,21 @@ sharding, import and export read that table. Layers are stacked on a leading axi
 hidden states into log-probabilities is not here but in `learn/head.py`.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from demyrl.model.attention import attend_segments, rotate
 from demyrl.model.config import ModelConfig
+from demyrl.model.embedding import lookup
+from demyrl.model.mesh import constrain
 
 Params = dict[str, Any]
 
@@ -97,10 +102,10 @@ def parameter_count(config: ModelConfig) -> int:
 def rms_norm(
     x: Float[Array, "*rows W"], scale: Float[Array, " W"], eps: float
 ) -> Float[Array, "*rows W"]:
-    """x over its root mean square, computed in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+    """x over its root mean square, computed in float32 at least."""
+    exact = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    exact *= jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + eps)
+    return (exact * scale.astype(exact.dtype)).astype(x.dtype)
 
 
 def embed(params: Params, tokens: Int[Array, "B C"], config: ModelConfig) -> Float[Array, "B C D"]:
@@ -139,22 +144,71 @@ def close_block(
     return x_BCD + (gate_BCF * up_BCF) @ layer["down"].astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a training pass runs, and what of it is kept for the way back."""
+
+    mesh: Mesh | None  # None: wherever the arrays are
+    remat: str  # of each layer is kept: "none": all; "dots": products; "full": its input only
+
+
+REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda block: block,
+    "dots": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+    "full": jax.checkpoint,
+}
+ALONE = Layout(mesh=None, remat="none")
+
+
 def hidden_states(
     params: Params,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"],
     config: ModelConfig,
+    layout: Layout = ALONE,
 ) -> Float[Array, "B T D"]:
     """Final normalized hidden states of packed rows; attention stays within a segment."""
+    table, mesh = parameter_table(config), layout.mesh
+
+    def placed(x: Array) -> Array:
+        return constrain(x, ("rows", "tokens", None), mesh)
 
     def block(x_BTD, layer):
+        layer = {name: whole(w, table["layers"][name].axes[1:], mesh) for name, w in layer.items()}
         q, k, v = qkv(layer, x_BTD, positions, config)
-        attended = attend_segments(q, k, v, segments)
-        return close_block(layer, x_BTD, attended, config), None
+        attended = attend_segments(q, k, v, segments, mesh)
+        return placed(close_block(layer, x_BTD, attended, config)), None
 
-    x_BTD, _ = jax.lax.scan(block, embed(params, tokens, config), params["layers"])
-    return rms_norm(x_BTD, params["final_norm"], config.norm_eps)
+    if mesh is None or mesh.size == 1:
+        x_BTD = embed(params, tokens, config)
+    else:
+        x_BTD = lookup(params["embedding"].astype(config.dtype), tokens, mesh)
+    x_BTD, _ = jax.lax.scan(REMAT[layout.remat](block), x_BTD, params["layers"])
+    norm = whole(params["final_norm"], table["final_norm"].axes, mesh)
+    return rms_norm(x_BTD, norm, config.norm_eps)
+
+
+def whole(weight: Array, axes: tuple[str | None, ...], mesh: Mesh | None) -> Array:
+    """A weight gathered along its width, for its use; its gradient is spread again.
+
+    Without the second half the gradient would be summed on every device, to be cut afterwards.
+    """
+    gathered = tuple(None if axis == "width" else axis for axis in axes)
+    if mesh is None or mesh.size == 1 or gathered == axes:
+        return weight
+
+    @jax.custom_vjp
+    def gather(weight):
+        return constrain(weight, gathered, mesh)
+
+    def back(_, cotangent):
+        return (constrain(cotangent, axes, mesh),)
+
+    gather.defvjp(lambda weight: (gather(weight), None), back)
+    return gather(weight)
 
 
 def output_embedding(params: Params) -> Float[Array, "V D"]:

@@ -2,25 +2,35 @@
 
 Slots, not waves. A finished slot is refilled at once by the next waiting episode; a slot whose tool
 runs is parked with its cache intact while the others decode, and when the result is there only its
-tokens are fed. The prompt of a group is prefilled once and copied to the group's other slots. The
-same tokens come out whatever the number of slots, the steps per visit, or the time a tool takes.
+tokens are fed. The prompt of a group is prefilled once and copied to the group's other slots, as
+`rollout/seating.py` has it. The same tokens come out whatever the number of slots, the steps per
+visit, the mesh, or the time a tool takes.
+
+With several processes each plays its own problems in its own slots. Before each visit to the
+devices they tell each other what they need there, and all run what any of them needs.
 """
 
 import dataclasses
+import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from demyrl import processes
+from demyrl.rollout.draw import episode_keys
 from demyrl.rollout.episode import Episode, EpisodeConfig, Tools
-from demyrl.rollout.sampler import Feed, Sampler, episode_keys
+from demyrl.rollout.sampler import Feed, Sampler, merged
+from demyrl.rollout.seating import Slot, Waiting, Work, seat
 from demyrl.text.chat import Chat
 from demyrl.text.prompts import question
 from demyrl.types import Problem, Trajectory
+
+LOOK_S = 0.05  # how soon a process that waits for its tools hears what the others need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +45,35 @@ class AgentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """All trajectories, problem by problem and sample by sample, and how the slots were used."""
+    """All trajectories of this process, problem by problem and sample by sample, and how the slots
+    of all processes were used."""
 
     trajectories: tuple[Trajectory, ...]
     numbers: dict[str, float]
 
 
-@dataclasses.dataclass
-class Slot:
-    """One cache row: whose episode decodes in it, and whose prompt its first tokens are."""
+class Visit(NamedTuple):
+    """What one visit to the devices is for, in one process or in all of them."""
 
-    row: int
-    episode: Episode | None = None
-    prompt: int | None = None  # index of the problem whose prompt the row begins with
+    early: int  # whether there are copies before what is fed
+    late: int  # and behind it
+    going: int  # rows that can decode
+    pressing: int  # episodes that wait for a slot, or for a tool
+    unfinished: int  # episodes
+    lengths: tuple[int, ...]  # of the rounds of `extend`
+
+
+def together(own: Visit, ladder: Sequence[int]) -> Visit:
+    """What all processes need of a visit; their rounds are told as a count for each length."""
+    if processes.count() == 1:
+        return own
+    numbers = [*own[:-1], *(own.lengths.count(length) for length in ladder)]
+    everyone = processes.exchange(np.array(numbers, np.int32))
+    early, late = everyone[:, :2].max(axis=0).tolist()
+    going, pressing, unfinished = everyone[:, 2:5].sum(axis=0).tolist()
+    counts = everyone[:, :4:-1]  # as rounds come: the longest first
+    lengths = merged([np.repeat(ladder[::-1], each).tolist() for each in counts])
+    return Visit(early, late, going, pressing, unfinished, tuple(lengths))
 
 
 class Agent:
@@ -63,7 +89,7 @@ class Agent:
     ):
         self.sampler, self.chat, self.tools = sampler, chat, tools
         self.config, self.limits = agent, episode
-        self.slots = [Slot(row) for row in range(sampler.config.slots)]
+        self.slots = [Slot(row, sampler.shard(row)) for row in range(sampler.rows)]
         self.counts = dict.fromkeys(("prefills", "decode_steps", "busy", "tools_wait_s"), 0.0)
 
     def roll_out(
@@ -74,29 +100,36 @@ class Agent:
         version: int,
         advance: Callable[[int], None] = lambda finished: None,
     ) -> Rollout:
-        """G trajectories for each problem.
+        """G trajectories for each of this process's problems.
 
         `root` and `step` seed the draws, together with each problem's id and sample number.
-        `version` is recorded with every sampled token; `advance` hears how many episodes just
-        finished. Raises ValueError when a prompt leaves no room in the context.
+        `version` is recorded with every sampled token; `advance` hears how many episodes of all
+        processes just finished. Raises ValueError when a prompt leaves no room in the context.
         """
         self.counts = dict.fromkeys(self.counts, 0.0)
         for slot in self.slots:
             slot.episode = slot.prompt = None
         episodes = self.episodes(problems, root, step)
-        waiting = deque(enumerate(episodes))
-        unfinished = len(episodes)
-        while unfinished:
-            self.fill(waiting)
-            self.feed_results()
-            self.decode(version, pressing=bool(waiting))
-            finished = self.release()
-            unfinished -= finished
-            advance(finished)
-        return Rollout(tuple(episode.trajectory() for episode in episodes), self.numbers())
+        waiting, before = Waiting(episodes, self.config.samples), None
+        while True:
+            work = seat(self.slots, waiting)
+            self.take_results(work)
+            visit = together(self.visit(work, waiting), self.sampler.config.extend_lengths)
+            advance((visit.unfinished if before is None else before) - visit.unfinished)
+            before = visit.unfinished
+            if not visit.unfinished:
+                return Rollout(tuple(each.trajectory() for each in episodes), self.numbers())
+            if visit.going:
+                self.serve(work, visit)
+                self.decode(version, visit)
+            else:
+                self.wait_for_result()
+            self.release()
 
     def episodes(self, problems: Sequence[Problem], root: jax.Array, step: int) -> list[Episode]:
         """Every episode of the rollout, none begun."""
+        if not problems:
+            return []
         count = self.config.samples
         prompts = [self.prompt(problem) for problem in problems]
         names = np.repeat([zlib.crc32(p.id.encode()) for p in problems], count).astype(np.uint32)
@@ -124,58 +157,60 @@ class Agent:
             )
         return tokens
 
-    def fill(self, waiting: deque[tuple[int, Episode]]) -> None:
-        """Seats waiting episodes in free slots: a prompt is prefilled once, and copied where a
-        slot with the same prompt exists. Copies of prompts that are in the cache go first, then
-        prefills overwrite rows, then come the copies of what was just prefilled."""
-        early, late, fresh = [], [], {}
+    def take_results(self, work: Work) -> None:
+        """Adds the tool results that are there to what is fed."""
         for slot in self.slots:
-            if slot.episode is not None or not waiting:
-                continue
-            index, slot.episode = waiting.popleft()
-            prompt = index // self.config.samples
-            source = next((s.row for s in self.slots if s.prompt == prompt), None)
-            if source is None:
-                fresh[slot.row] = Feed(slot.row, 0, slot.episode.tokens[:-1])
-            elif source != slot.row:
-                (late if source in fresh else early).append((source, slot.row))
-            slot.prompt = prompt
-        self.sampler.copy(early)
-        self.sampler.extend([feed for feed in fresh.values() if feed.tokens])
-        self.sampler.copy(late)
-        self.counts["prefills"] += len(fresh)
-
-    def feed_results(self) -> None:
-        """Gives finished tool results to their rows; waits for one when no slot can decode."""
-        parked = [s for s in self.slots if s.episode and s.episode.pending]
-        if parked and len(parked) == sum(s.episode is not None for s in self.slots):
-            started = time.perf_counter()
-            while not any(s.episode.results_ready for s in parked):
-                futures = [f for s in parked for f in s.episode.pending if not f.done()]
-                wait(futures, return_when=FIRST_COMPLETED)
-            self.counts["tools_wait_s"] += time.perf_counter() - started
-        feeds = []
-        for slot in parked:
-            if slot.episode.results_ready:
+            if slot.episode and slot.episode.results_ready:
                 start = len(slot.episode.tokens) - 1
                 slot.episode.take_results(self.chat, self.limits)
-                feeds.append(Feed(slot.row, start, slot.episode.tokens[start:-1]))
-        self.sampler.extend([feed for feed in feeds if feed.tokens])
+                if slot.episode.tokens[start:-1]:
+                    work.feeds.append(Feed(slot.row, start, slot.episode.tokens[start:-1]))
 
-    def decode(self, version: int, pressing: bool) -> None:
-        """One visit to the device for all slots that can decode."""
+    def visit(self, work: Work, waiting: Waiting) -> Visit:
+        """What this process needs of the next visit to the devices."""
+        busy = [slot.episode for slot in self.slots if slot.episode]
+        return Visit(
+            early=int(bool(work.early)),
+            late=int(bool(work.late)),
+            going=sum(episode.can_decode for episode in busy),
+            pressing=waiting.count + sum(bool(episode.pending) for episode in busy),
+            unfinished=waiting.count + sum(episode.stop is None for episode in busy),
+            lengths=tuple(run.length for run in self.sampler.rounds(work.feeds)),
+        )
+
+    def serve(self, work: Work, visit: Visit) -> None:
+        """Fills the cache; what only other processes need runs here with nothing."""
+        self.counts["prefills"] += work.prefills
+        if visit.early:
+            self.sampler.copy(work.early)
+        self.sampler.extend(work.feeds, visit.lengths)
+        if visit.late:
+            self.sampler.copy(work.late)
+
+    def wait_for_result(self) -> None:
+        """Waits until a parked episode can go on; with several processes, not for long."""
+        started = time.perf_counter()
+        patience = LOOK_S if processes.count() > 1 else float("inf")
+        parked = [slot.episode for slot in self.slots if slot.episode and slot.episode.pending]
+        while parked and not any(episode.results_ready for episode in parked):
+            left = started + patience - time.perf_counter()
+            if left <= 0:
+                break
+            futures = [f for episode in parked for f in episode.pending if not f.done()]
+            wait(futures, min(left, threading.TIMEOUT_MAX), return_when=FIRST_COMPLETED)
+        self.counts["tools_wait_s"] += time.perf_counter() - started
+
+    def decode(self, version: int, visit: Visit) -> None:
+        """One visit to the devices for all slots that can decode."""
         going = [s for s in self.slots if s.episode and s.episode.can_decode]
-        if not going:
-            return
         last, lengths, budgets = np.zeros((3, len(self.slots)), np.int32)
         keys = np.zeros((len(self.slots), 2), np.uint32)
         for slot in going:
             episode = slot.episode
             last[slot.row], lengths[slot.row] = episode.tokens[-1], len(episode.tokens) - 1
             budgets[slot.row], keys[slot.row] = episode.budget(self.limits), episode.key
-        parked = any(s.episode and s.episode.pending for s in self.slots)
-        busy = self.config.early_return if pressing or parked else 0.0
-        chunk = self.sampler.decode(last, lengths, budgets, keys, max(1, int(busy * len(going))))
+        busy = self.config.early_return if visit.pressing else 0.0
+        chunk = self.sampler.decode(last, lengths, budgets, keys, max(1, int(busy * visit.going)))
         self.counts["decode_steps"] += int(chunk.steps)
         self.counts["busy"] += int(chunk.counts.sum())
         for slot in going:
@@ -186,19 +221,20 @@ class Agent:
             if ended or slot.episode.budget(self.limits) <= 0:
                 slot.episode.end_turn(ended, self.chat, self.tools, self.limits)
 
-    def release(self) -> int:
-        """Frees the slots of stopped episodes; returns how many there were."""
-        stopped = [slot for slot in self.slots if slot.episode and slot.episode.stop]
-        for slot in stopped:
-            slot.episode = None
-        return len(stopped)
+    def release(self) -> None:
+        """Frees the slots of stopped episodes."""
+        for slot in self.slots:
+            if slot.episode and slot.episode.stop:
+                slot.episode = None
 
     def numbers(self) -> dict[str, float]:
-        """How the slots were used: documented in `logs.METRICS`."""
-        steps = self.counts["decode_steps"]
+        """How the slots of all processes were used: documented in `logs.METRICS`."""
+        everyone = processes.gather(self.counts)
+        steps = self.counts["decode_steps"]  # the same in all of them
+        busy = sum(counts["busy"] for counts in everyone)
         return {
-            "rollout/prefills": self.counts["prefills"],
+            "rollout/prefills": sum(counts["prefills"] for counts in everyone),
             "rollout/decode_steps": steps,
-            "rollout/slot_use": self.counts["busy"] / max(steps * len(self.slots), 1),
-            "time/tools_wait_s": self.counts["tools_wait_s"],
+            "rollout/slot_use": busy / max(steps * self.sampler.config.slots, 1),
+            "time/tools_wait_s": max(counts["tools_wait_s"] for counts in everyone),
         }

@@ -1,36 +1,40 @@
-"""Sampling on the device: `extend` feeds tokens to a cache row, `decode` samples many rows at once.
+"""The sampler: a cache on the devices, and what the host must know to fill it.
 
-A row of the cache holds every token of its trajectory but the last, which is what the next decode
-step feeds. So neither a prompt nor a tool result needs the head, and both enter through `extend`.
-Layers are unrolled and the cache is donated: inside a scan a stacked cache would be copied at every
-step. The log-prob recorded for a token is log-softmax of logits / temperature in float32 over the
-whole vocabulary, which is what the loss computes as well.
+Rows of the cache are spread over the data shards of a mesh, and each process drives those of its
+own shards. All processes run the same programs in the same order; what one of them has nothing to
+do in, it runs with nothing. The programs themselves are in `rollout/programs.py`.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int, UInt32
 
+from demyrl import processes
 from demyrl.arrays import Chunk, KVCache
-from demyrl.model.attention import attend
 from demyrl.model.config import ModelConfig
-from demyrl.model.kvcache import copy_rows, empty_cache, write
-from demyrl.model.sharding import rows_sharding
-from demyrl.model.transformer import (
-    Params,
-    close_block,
-    embed,
-    output_embedding,
-    qkv,
-    rms_norm,
+from demyrl.model.kvcache import abstract_cache
+from demyrl.model.mesh import HEADS_SPREAD, MeshConfig, make_mesh, spec
+from demyrl.model.sharding import abstract_params, replicated, rows_sharding
+from demyrl.model.transformer import Parameter, Params, map_table
+from demyrl.rollout.draw import episode_keys
+from demyrl.rollout.programs import (
+    copy_cache_rows,
+    decode,
+    extend,
+    for_sampling,
+    layer_for_sampling,
+    new_cache,
+    rest_for_sampling,
 )
 
-DRAW_BLOCK = 128  # tokens
+__all__ = ["Feed", "Sampler", "SamplerConfig", "episode_keys", "merged", "sampler_programs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,251 +67,113 @@ class Feed:
     tokens: Sequence[int]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def for_sampling(params: Params, config: ModelConfig) -> Params:
-    """The sampler's copy of the weights: compute dtype, one dict a layer instead of stacks."""
-    cast = jax.tree.map(lambda p: p.astype(config.dtype), params)
-    layers = [jax.tree.map(lambda p, i=i: p[i], cast["layers"]) for i in range(config.layers)]
-    return {**cast, "layers": layers}
+class Round(NamedTuple):
+    """One run of `extend`: tokens for up to so many rows of each data shard."""
 
-
-def forward_cached(
-    weights: Params,
-    cache: KVCache,
-    rows: Int[Array, " R"] | None,
-    tokens: Int[Array, "R C"],
-    positions: Int[Array, "R C"],
-    real: Bool[Array, "R C"],
-    config: ModelConfig,
-) -> tuple[KVCache, Float[Array, "R C D"]]:
-    """One pass of C new tokens in R rows: the cache with them in it, and their hidden states.
-
-    Without `rows` these are all rows of the cache in order, which need not be gathered then.
-    """
-    capacity = cache.keys[0].shape[2]
-    whole, rows = rows is None, jnp.arange(tokens.shape[0]) if rows is None else rows
-    slots_RC = jnp.where(real, positions, capacity)  # out of range: the write is dropped
-    visible_RCS = jnp.arange(capacity) <= positions[..., None]
-    x_RCD = embed(weights, tokens, config)
-    keys, values = [], []
-    for i, layer in enumerate(weights["layers"]):
-        q, k, v = qkv(layer, x_RCD, positions, config)
-        keys.append(write(cache.keys[i], k, rows, slots_RC))
-        values.append(write(cache.values[i], v, rows, slots_RC))
-        seen_k, seen_v = (keys[i], values[i]) if whole else (keys[i][rows], values[i][rows])
-        x_RCD = close_block(layer, x_RCD, attend(q, seen_k, seen_v, visible_RCS), config)
-    hidden = rms_norm(x_RCD, weights["final_norm"], config.norm_eps)
-    return KVCache(keys=tuple(keys), values=tuple(values)), hidden
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def extend(
-    weights: Params,
-    cache: KVCache,
-    rows: Int[Array, " R"],
-    tokens: Int[Array, "R C"],
-    starts: Int[Array, " R"],
-    counts: Int[Array, " R"],
-    config: ModelConfig,
-) -> KVCache:
-    """The cache with tokens[r, :counts[r]] appended to row rows[r] from slot starts[r] on."""
-    steps = jnp.arange(tokens.shape[1])
-    positions = starts[:, None] + steps
-    real = steps < counts[:, None]
-    return forward_cached(weights, cache, rows, tokens, positions, real, config)[0]
-
-
-def sample_tokens(
-    logits: Float[Array, "B V"],
-    keys: UInt32[Array, "B 2"],
-    positions: Int[Array, " B"],
-    temperature: float,
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """One token a row and its log-prob; the draw depends only on the row's key and position."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / (temperature or 1.0))
-    if temperature:
-        tokens = draw_tokens(jnp.exp(logprobs), keys, positions)
-    else:
-        tokens = jnp.argmax(logprobs, axis=-1)
-    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-
-
-def shares_of(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
-    """A uniform number in [0, 1) for each row."""
-
-    def uniform(key, position):
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
-
-    return jax.vmap(uniform)(keys, positions)
-
-
-def draw_tokens(
-    probs: Float[Array, "B V"], keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]
-) -> Int[Array, " B"]:
-    """The token in whose share of [0, 1] one uniform number falls: first its block, then in it.
-
-    Noise for every token of the vocabulary, as in the Gumbel trick, would take longer on a CPU than
-    the head itself (see experiments/LOG.md). A token of probability 0 is never drawn.
-    """
-    blocks_BNC = jnp.pad(probs, ((0, 0), (0, -probs.shape[1] % DRAW_BLOCK))).reshape(
-        probs.shape[0], -1, DRAW_BLOCK
-    )
-    shares_BN = blocks_BNC.sum(axis=-1)
-    edges_BN = jax.lax.cummax(jnp.cumsum(shares_BN, axis=-1), axis=1)
-    left_B1 = shares_of(keys, positions)[:, None] * edges_BN[:, -1:]
-    block_B1 = jnp.sum(edges_BN <= left_B1, axis=-1, keepdims=True)
-    # Sums round differently in another order, so what is left may be a last digit below 0.
-    left_B1 -= jnp.take_along_axis(edges_BN - shares_BN, block_B1, axis=-1)
-    left_B1 = jnp.maximum(left_B1, 0.0)
-    block_BC = jnp.take_along_axis(blocks_BNC, block_B1[..., None], axis=1)[:, 0]
-    inside_B = jnp.sum(jnp.cumsum(block_BC, axis=-1) <= left_B1, axis=-1)
-    rounded_B = inside_B == DRAW_BLOCK  # ... or a last digit above the block's sum
-    inside_B = jnp.where(rounded_B, jnp.argmax(block_BC, axis=-1), inside_B)
-    return block_B1[:, 0] * DRAW_BLOCK + inside_B
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "steps", "end_tokens", "temperature"),
-    donate_argnames="cache",
-)
-def decode(
-    weights: Params,
-    cache: KVCache,
-    last: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    budgets: Int[Array, " B"],
-    keys: UInt32[Array, "B 2"],
-    enough: Int[Array, ""],
-    *,
-    config: ModelConfig,
-    steps: int,
-    end_tokens: tuple[int, ...],
-    temperature: float,
-) -> tuple[KVCache, Chunk]:
-    """Up to min(steps, budgets[b]) tokens for each row, sampled after `last[b]` at slot lengths[b].
-
-    A row stops after an end token; the loop returns when fewer than `enough` rows are still going.
-    Rows with budget 0 are left as they are.
-    """
-    batch, rows = last.shape[0], jnp.arange(last.shape[0])
-    ends = jnp.asarray(end_tokens)
-    head = output_embedding(weights).astype(config.dtype)
-
-    def going(chunk: Chunk) -> Bool[Array, " B"]:
-        return (chunk.counts < budgets) & ~chunk.ended
-
-    def proceed(carry):
-        _, _, chunk = carry
-        return (chunk.steps < steps) & (jnp.sum(going(chunk)) >= enough)
-
-    def step(carry):
-        cache, last, chunk = carry
-        active = going(chunk)
-        positions = lengths + chunk.counts
-        cache, hidden = forward_cached(
-            weights, cache, None, last[:, None], positions[:, None], active[:, None], config
-        )
-        logits = jnp.einsum("bd,vd->bv", hidden[:, 0], head, preferred_element_type=jnp.float32)
-        tokens, logprobs = sample_tokens(logits, keys, positions, temperature)
-        column = jnp.where(active, chunk.counts, steps)
-        chunk = Chunk(
-            tokens=chunk.tokens.at[rows, column].set(tokens, mode="drop"),
-            logprobs=chunk.logprobs.at[rows, column].set(logprobs, mode="drop"),
-            counts=chunk.counts + active,
-            ended=chunk.ended | (active & jnp.isin(tokens, ends)),
-            steps=chunk.steps + 1,
-        )
-        return cache, jnp.where(active, tokens, last), chunk
-
-    chunk = Chunk(
-        tokens=jnp.zeros((batch, steps), jnp.int32),
-        logprobs=jnp.zeros((batch, steps), jnp.float32),
-        counts=jnp.zeros(batch, jnp.int32),
-        ended=jnp.zeros(batch, bool),
-        steps=jnp.int32(0),
-    )
-    cache, _, chunk = jax.lax.while_loop(proceed, step, (cache, last, chunk))
-    return cache, chunk
-
-
-@jax.jit
-def episode_keys(
-    root: Array, step: Int[Array, ""], problems: UInt32[Array, " n"], samples: Int[Array, " n"]
-) -> UInt32[Array, "n 2"]:
-    """One key an episode, from what names it: root key, step, problem, sample."""
-    at_step = jax.random.fold_in(root, step)
-
-    def key(problem, sample):
-        return jax.random.fold_in(jax.random.fold_in(at_step, problem), sample)
-
-    return jax.random.key_data(jax.vmap(key)(problems, samples))
-
-
-copy_cache_rows = jax.jit(copy_rows, donate_argnames="cache")
+    length: int  # of the ladder
+    feeds: tuple[Sequence[Feed], ...]  # by shard
 
 
 class Sampler:
     """A cache, the weights that fill it, and the programs that run over both.
 
-    The only state is the cache: what its rows hold is the caller's bookkeeping.
+    The only state is the cache: what its rows hold is the caller's bookkeeping. Rows are counted
+    within the process; those of a data shard stand next to each other.
     """
 
-    def __init__(self, model: ModelConfig, config: SamplerConfig, end_tokens: tuple[int, ...]):
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: SamplerConfig,
+        end_tokens: tuple[int, ...],
+        mesh: Mesh | None = None,
+    ):
         self.model, self.config, self.end_tokens = model, config, end_tokens
-        self.cache = empty_cache(model, config.slots, config.context)
+        self.mesh = mesh or make_mesh(MeshConfig(1, 1, 1), jax.local_devices()[:1])
+        self.shards = own_shards(self.mesh)
+        data = self.mesh.shape["data"]
+        assert config.slots % data == config.extend_rows % data == 0, "checked by recipe.read"
+        self.shard_rows, self.shard_feeds = config.slots // data, config.extend_rows // data
+        self.rows = self.shards * self.shard_rows  # that this process drives
+        self.cache: KVCache | None = None
         self.weights: Params | None = None
 
     def load(self, params: Params) -> None:
-        """Samples with these weights from now on; what the cache held is void.
+        """Samples with these weights from now on; what the cache held is void."""
+        if self.cache is None:
+            rows, slots = self.config.slots, self.config.context
+            self.cache = new_cache(config=self.model, rows=rows, slots=slots, mesh=self.mesh)
+        self.weights = None  # or there would be two copies for a while
+        self.weights = for_sampling(params, self.model, self.mesh)
 
-        The first weights say where the cache lives: its rows are spread over their mesh. An array
-        that JAX may move, as it may a new one, would make the second call compile again.
-        """
-        if self.weights is None:
-            place = params["embedding"].sharding
-            spread = isinstance(place, jax.sharding.NamedSharding)
-            self.cache = jax.device_put(self.cache, rows_sharding(place.mesh) if spread else place)
-        self.weights = for_sampling(params, self.model)
+    def unload(self) -> None:
+        """Leaves the memory of the devices to others, until the next `load`."""
+        self.cache = self.weights = None
+
+    def shard(self, row: int) -> int:
+        """The data shard of this process that holds a row."""
+        return row // self.shard_rows
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies row `source` over row `target` for each pair, in order."""
-        for some in batched(pairs, self.config.slots):
-            sources, targets = np.zeros((2, self.config.slots), np.int32)
-            sources[: len(some)], targets[: len(some)] = zip(*some, strict=True)
-            self.cache = copy_cache_rows(self.cache, sources, targets, np.int32(len(some)))
+        """Copies row `source` over row `target` for each pair, in order; both are of one shard."""
+        sources, targets = np.zeros((2, self.shards, self.shard_rows), np.int32)
+        counts = np.zeros(self.shards, np.int32)
+        for source, target in pairs:
+            shard = self.shard(source)
+            assert shard == self.shard(target), "no row leaves its shard"
+            at = shard, counts[shard]
+            sources[at], targets[at] = source % self.shard_rows, target % self.shard_rows
+            counts[shard] += 1
+        where = self.place((sources.reshape(-1), targets.reshape(-1), counts))
+        self.cache = copy_cache_rows(self.cache, *where, mesh=self.mesh)
 
-    def extend(self, feeds: Sequence[Feed]) -> None:
-        """Appends each feed's tokens to its row.
+    def rounds(self, feeds: Sequence[Feed]) -> list[Round]:
+        """The runs of `extend` that feed all this, the longest first.
 
         Raises ValueError when a feed does not fit: a write past the end would be lost silently.
         """
-        longest = self.config.extend_lengths[-1]
         for feed in feeds:
             if feed.start + len(feed.tokens) > self.config.context:
                 raise ValueError(
                     f"row {feed.row} holds {feed.start} tokens and is fed {len(feed.tokens)} more, "
                     f"but has {self.config.context} slots."
                 )
-        while feeds:
-            heads = [Feed(f.row, f.start, f.tokens[:longest]) for f in feeds]
-            heads.sort(key=lambda feed: len(feed.tokens))
-            for some in batched(heads, self.config.extend_rows):
-                self._extend(some)
-            rest = [Feed(f.row, f.start + longest, f.tokens[longest:]) for f in feeds]
-            feeds = [feed for feed in rest if feed.tokens]
+        by_shard: list[list[Feed]] = [[] for _ in range(self.shards)]
+        for feed in feeds:
+            by_shard[self.shard(feed.row)].append(feed)
+        ladder = self.config.extend_lengths
+        batches = [feed_batches(own, ladder, self.shard_feeds) for own in by_shard]
+        lengths = merged([[rung(batch, ladder) for batch in own] for own in batches])
+        parts = zip_longest(*batches, fillvalue=())
+        return [Round(*each) for each in zip(lengths, parts, strict=True)]
 
-    def _extend(self, feeds: Sequence[Feed]) -> None:
-        wanted = max(len(feed.tokens) for feed in feeds)
-        length = next(c for c in self.config.extend_lengths if c >= wanted)
-        tokens = np.zeros((self.config.extend_rows, length), np.int32)
-        starts, counts = np.zeros((2, self.config.extend_rows), np.int32)
-        rows = np.full(self.config.extend_rows, self.config.slots, np.int32)
-        for i, feed in enumerate(feeds):
-            rows[i], starts[i], counts[i] = feed.row, feed.start, len(feed.tokens)
-            tokens[i, : counts[i]] = feed.tokens
+    def extend(self, feeds: Sequence[Feed], lengths: Sequence[int] = ()) -> None:
+        """Appends each feed's tokens to its row.
+
+        With several processes, `lengths` are those of the rounds that all run: as many and as long
+        as any of them needs.
+        """
+        nothing = ((),) * self.shards
+        for run, length in zip_longest(self.rounds(feeds), lengths):
+            self._extend(length or run.length, run.feeds if run else nothing)
+
+    def _extend(self, length: int, feeds: Sequence[Sequence[Feed]]) -> None:
+        tokens = np.zeros((self.shards, self.shard_feeds, length), np.int32)
+        starts, counts = np.zeros((2, self.shards, self.shard_feeds), np.int32)
+        rows = np.full((self.shards, self.shard_feeds), self.shard_rows, np.int32)  # none of them
+        for shard, some in enumerate(feeds):
+            for i, feed in enumerate(some):
+                at, count = (shard, i), len(feed.tokens)
+                rows[at], starts[at], counts[at] = feed.row % self.shard_rows, feed.start, count
+                tokens[shard, i, :count] = feed.tokens
+        arrays = (
+            rows.reshape(-1),
+            tokens.reshape(-1, length),
+            starts.reshape(-1),
+            counts.reshape(-1),
+        )
         self.cache = extend(
-            self.weights, self.cache, rows, tokens, starts, counts, config=self.model
+            self.weights, self.cache, *self.place(arrays), config=self.model, mesh=self.mesh
         )
 
     def decode(
@@ -318,16 +184,139 @@ class Sampler:
         keys: UInt32[np.ndarray, "B 2"],
         enough: int,
     ) -> Chunk:
-        """The next tokens of every row with a budget, on the host."""
+        """The next tokens of every row with a budget, on the host.
+
+        `enough` counts the rows of all processes, and each gives the same.
+        """
         assert np.all(lengths + budgets <= self.config.context), "a budget leads past the cache"
         self.cache, chunk = decode(
-            self.weights, self.cache, last, lengths, budgets, keys, np.int32(enough),
-            config=self.model, steps=self.config.decode_steps, end_tokens=self.end_tokens,
-            temperature=self.config.temperature,
+            self.weights, self.cache, *self.place((last, lengths, budgets, keys)), np.int32(enough),
+            **decode_options(self.model, self.config, self.end_tokens, self.mesh),
         )  # fmt: skip
-        return jax.device_get(chunk)
+        steps = jax.device_get(chunk.steps)
+        return processes.own_rows(chunk.replace(steps=None)).replace(steps=steps)
+
+    def place(self, arrays: Any) -> Any:
+        """This process's rows of some arrays, as the programs take them."""
+        one = self.mesh.size == 1  # a program's own placing is faster then
+        return arrays if one else processes.spread_rows(arrays, rows_sharding(self.mesh))
 
 
-def batched(items: Sequence, size: int) -> list[Sequence]:
-    """Consecutive pieces of up to `size` items."""
-    return [items[i : i + size] for i in range(0, len(items), size)]
+def rung(feeds: Sequence[Feed], ladder: Sequence[int]) -> int:
+    """The shortest length of the ladder that holds these feeds."""
+    longest = max(len(feed.tokens) for feed in feeds)
+    return next(length for length in ladder if length >= longest)
+
+
+def feed_batches(feeds: Sequence[Feed], ladder: Sequence[int], size: int) -> list[Sequence[Feed]]:
+    """The feeds in chunks of up to the longest length, so many at a time, the longest first.
+
+    All chunks of a row but its last are of that length, so they come in their order.
+    """
+    longest, found = ladder[-1], []
+    while feeds:
+        heads = [Feed(f.row, f.start, f.tokens[:longest]) for f in feeds]
+        heads.sort(key=lambda feed: len(feed.tokens), reverse=True)
+        found += [heads[i : i + size] for i in range(0, len(heads), size)]
+        rest = [Feed(f.row, f.start + longest, f.tokens[longest:]) for f in feeds]
+        feeds = [feed for feed in rest if feed.tokens]
+    return sorted(found, key=lambda batch: rung(batch, ladder), reverse=True)
+
+
+def merged(lengths: Sequence[Sequence[int]]) -> list[int]:
+    """The lengths of rounds that serve all, each of whom needs some, the longest first."""
+    return [max(each) for each in zip_longest(*lengths, fillvalue=0)]
+
+
+def own_shards(mesh: Mesh) -> int:
+    """How many data shards of the mesh this process drives.
+
+    Raises ValueError when a shard has devices of two processes, or some process has more of them.
+    """
+    count, size = processes.count(), mesh.size
+    owners = [{device.process_index for device in shard.flat} for shard in mesh.devices]
+    if count == 1 or (max(map(len, owners)) == 1 and len(owners) % count == 0):
+        return len(owners) // count
+    shape = MeshConfig(**mesh.shape)
+    inner = math.gcd(shape.tensor * shape.sequence, size // count)
+    tensor = math.gcd(shape.tensor, inner)
+    working = MeshConfig(size // inner, tensor, inner // tensor)
+    raise ValueError(
+        f"{shape}, with {count} processes of {size // count} devices: each process samples in "
+        f"whole data shards of its own, so mesh.data must be a multiple of {count}, and mesh.tensor"
+        f" x mesh.sequence divide {size // count}. A mesh that would work: {working}."
+    )
+
+
+# The programs without a cache: for those who only compile them
+
+
+class Program(NamedTuple):
+    """A jitted function, and what it is called with: shapes and places in place of arrays."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+def decode_options(
+    model: ModelConfig, config: SamplerConfig, end_tokens: tuple[int, ...], mesh: Mesh
+) -> dict[str, Any]:
+    """What is fixed in a sampler's decode program."""
+    return {
+        "config": model,
+        "steps": config.decode_steps,
+        "end_tokens": end_tokens,
+        "temperature": config.temperature,
+        "mesh": mesh,
+    }
+
+
+def abstract_weights(model: ModelConfig, mesh: Mesh) -> Params:
+    """The shapes and places of the sampler's copy of the weights."""
+
+    def leaf(row: Parameter) -> jax.ShapeDtypeStruct:
+        stacked = row.axes[0] == "layers"
+        place = NamedSharding(mesh, spec(row.axes[stacked:], HEADS_SPREAD))
+        return jax.ShapeDtypeStruct(row.shape[stacked:], model.dtype, sharding=place)
+
+    table = map_table(leaf, model)
+    return table | {"layers": [table["layers"]] * model.layers}
+
+
+def sampler_programs(
+    model: ModelConfig, config: SamplerConfig, mesh: Mesh, end_tokens: tuple[int, ...]
+) -> dict[str, Program]:
+    """All programs of a sampler on the mesh, by name: `extend_N` feeds chunks of N tokens."""
+    by_row, everywhere = rows_sharding(mesh), replicated(mesh)
+
+    def array(*shape: int, dtype: str = "int32", place: NamedSharding = by_row) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    working = jax.tree.map(
+        lambda leaf: array(*leaf.shape, dtype=model.dtype, place=leaf.sharding),
+        abstract_params(model, mesh),
+    )
+    stacks, number = working.pop("layers"), array(place=everywhere)
+    cache = abstract_cache(model, config.slots, config.context, mesh)
+    on_cache = abstract_weights(model, mesh), cache
+    slots, feeds = config.slots, config.extend_rows
+    of_slots, of_feeds, fixed = array(slots), array(feeds), {"config": model, "mesh": mesh}
+    state = of_slots, of_slots, of_slots, array(slots, 2, dtype="uint32"), number
+    options = decode_options(model, config, end_tokens, mesh)
+    counts = array(mesh.shape["data"])
+    extends = {
+        f"extend_{length}": Program(
+            extend, (*on_cache, of_feeds, array(feeds, length), of_feeds, of_feeds), fixed
+        )
+        for length in config.extend_lengths
+    }
+    return {
+        "layer_for_sampling": Program(layer_for_sampling, (stacks, number), fixed),
+        "rest_for_sampling": Program(rest_for_sampling, (working,), fixed),
+        **extends,
+        "decode": Program(decode, (*on_cache, *state), options),
+        "copy_cache_rows": Program(
+            copy_cache_rows, (cache, of_slots, of_slots, counts), {"mesh": mesh}
+        ),
+    }

@@ -45,7 +45,7 @@ if not __package__:  # run as a file: its neighbours are found from the root of 
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from demyrl import recipe
-from demyrl.model.sharding import divisible, make_mesh
+from demyrl.model.mesh import divisible, make_mesh
 from demyrl.model.transformer import Params, parameter_count
 from demyrl.rollout.sampler import Feed, Sampler, SamplerConfig
 from demyrl.weights import starting_params
@@ -197,7 +197,7 @@ def read(argv: Sequence[str] | None) -> tuple[argparse.Namespace, recipe.Recipe]
     options.tokens = options.tokens or (TOKENS if real else turn)
     try:
         for batch in options.batches:
-            divisible(settings.model, settings.mesh, {"--batches": batch})
+            divisible(settings.model, settings.mesh, {"--batches": ("rows", batch)})
     except ValueError as error:
         parser.error(str(error))
     return options, settings

@@ -41,7 +41,8 @@ from demyrl.model.config import ModelConfig
 from demyrl.model.hf_config import config_of, read_config
 from demyrl.model.hf_load import load_params, stored_tensors
 from demyrl.model.hf_names import tensors_of
-from demyrl.model.sharding import MeshConfig, divisible, make_mesh, params_sharding
+from demyrl.model.mesh import AXES, MeshConfig, divisible, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.model.sizes import size
 from demyrl.model.transformer import parameter_count
 from experiments.bench.measure import machine, rounded
@@ -82,8 +83,9 @@ def checkpoint(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def mesh_of(text: str) -> MeshConfig:
-    data, _, tensor = text.partition(",")
-    return MeshConfig(int(data), int(tensor))
+    """Sizes of the axes data, tensor and sequence; those that are not given are 1."""
+    sizes = [int(size) for size in text.split(",")]
+    return MeshConfig(*sizes, *[1] * (len(AXES) - len(sizes)))
 
 
 def memory(field: str) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 from demyrl import command, recipe
 from demyrl.data.generators import tasks
 from demyrl.evaluate import make_agent, make_chat
-from demyrl.model.sharding import make_mesh
+from demyrl.model.mesh import make_mesh
 from demyrl.rollout.agent import Rollout
 from demyrl.tools.toolbox import ToolBox
 from demyrl.weights import starting_params
