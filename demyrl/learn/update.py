@@ -77,7 +77,7 @@ def make_programs(
 
     def scores(params: Params, batch: Batch) -> Scores:
         hidden = hidden_states(params, batch.tokens, batch.positions, batch.segments, model, layout)
-        needed = batch.weights != 0
+        needed = (batch.weights != 0) & (batch.positions > 0)  # nothing predicts a first token
         return Scores(
             *token_logprobs(params, hidden, batch.tokens, needed, temperature, chunk, mesh)
         )

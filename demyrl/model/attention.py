@@ -41,7 +41,7 @@ def rotate(
     """Channels i and i + H/2 turned by position * theta^(-2i/H), as Qwen's weights expect."""
     angles = positions[..., None].astype(jnp.float32) * frequencies(x.shape[-1], theta)
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 
