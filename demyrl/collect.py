@@ -10,14 +10,14 @@ import collections
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from demyrl import command, logs, recipe
+from demyrl import command, logs, recipe, storage
 from demyrl.data.demonstrations import Episode, Habits, demonstrate, stitch
 from demyrl.data.generators import ProblemConfig, Task, digest, tasks
 from demyrl.data.problems import write_rows
 from demyrl.rewards.grade import judge
+from demyrl.storage import Place
 from demyrl.text.chat import row_of
 from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
@@ -68,7 +68,7 @@ class Demonstration:
 def collect(
     config: CollectConfig,
     tools: Runner,
-    workdir: Path | str,
+    workdir: Place | str,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> dict[str, Any]:
     """Writes the two files of rows and the summary, which it returns.
@@ -78,8 +78,8 @@ def collect(
     """
     if config.in_flight < 1:
         raise ValueError(f"in_flight is {config.in_flight}: at least one episode must run.")
-    workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    workdir = storage.path(workdir)
+    storage.make_folder(workdir)
     problems = tasks(config.problems, "train", config.count, config.seed)
     summary: dict[str, Any] = {"seed": config.seed, "habits": dataclasses.asdict(config.habits)}
     for name in SCRIPTS:
@@ -168,7 +168,7 @@ def mean(values: Sequence[float]) -> float:
     return round(sum(values) / len(values), 4) if values else 0.0
 
 
-def collect_stage(config: Any, workdir: Path) -> None:
+def collect_stage(config: Any, workdir: Place) -> None:
     """The stage: demonstrations of both kinds in the workdir."""
     settings = recipe.read(config)
     logs.record_run(workdir, settings.config_json, logs.environment())

@@ -32,18 +32,21 @@ from typing import Any, NoReturn, TypeVar
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from demyrl import storage
+from demyrl.storage import Place
+
 Section = TypeVar("Section")
 
 MISUSE = 2
 INTERRUPTED = 130
 
 
-def run(stage: Callable[[ConfigDict, Path], None], default_config: str | None = None) -> NoReturn:
+def run(stage: Callable[[ConfigDict, Place], None], default_config: str | None = None) -> NoReturn:
     """Runs a stage with the config and workdir of the command line, and ends the process.
 
     `default_config` is what `--config` is without being given, such as "configs/sft.py:tiny".
     """
-    place: list[Path] = []
+    place: list[Place] = []
 
     def main() -> None:
         if {"--help", "-h", "-help"} & set(sys.argv[1:]):
@@ -79,7 +82,7 @@ def end(main: Callable[[], None], stopped: Callable[[], str] = lambda: "Stopped.
     sys.exit(0)
 
 
-def parse(argv: list[str], default_config: str | None = None) -> tuple[ConfigDict, Path]:
+def parse(argv: list[str], default_config: str | None = None) -> tuple[ConfigDict, Place]:
     """The locked config and the workdir that a command line asks for; `argv[0]` is the program.
 
     Raises ValueError for an unknown flag or key, a value of the wrong type, or a missing workdir.
@@ -89,7 +92,9 @@ def parse(argv: list[str], default_config: str | None = None) -> tuple[ConfigDic
     _check_keys(argv, config, spec)
     before = dict(_flat(plain(config)))
     values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "the folder of this run", flag_values=values)
+    flags.DEFINE_string(
+        "workdir", None, "the folder of this run, or gs://BUCKET/FOLDER", flag_values=values
+    )
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
         rest = values(argv)[1:]
@@ -102,7 +107,7 @@ def parse(argv: list[str], default_config: str | None = None) -> tuple[ConfigDic
         raise ValueError(
             "no --workdir: say where this run keeps its files, such as --workdir=runs/first."
         )
-    return config, Path(values["workdir"].value)
+    return config, storage.path(values["workdir"].value)
 
 
 def load_config(spec: str) -> ConfigDict:
@@ -275,7 +280,7 @@ def _interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _how_to_go_on(workdir: Path | None) -> str:
+def _how_to_go_on(workdir: Place | None) -> str:
     stopped = f"Stopped at {time.strftime('%H:%M:%S')}."
     saved = None
     if workdir and (workdir / "checkpoints").is_dir():

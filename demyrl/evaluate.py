@@ -10,7 +10,6 @@ get the answer that it is switched off. Writes `evaluation.json` and one rollout
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from demyrl.records import row_of, verdict_row
 from demyrl.rewards.grade import grade
 from demyrl.rollout.agent import Agent, AgentConfig
 from demyrl.rollout.sampler import Sampler
+from demyrl.storage import Place
 from demyrl.text.chat import Chat
 from demyrl.text.tokenizer import load_tokenizer
 from demyrl.tools.toolbox import ToolBox
@@ -35,7 +35,7 @@ MOST_SANDBOX_ERRORS = 0.2  # share of trajectories; beyond it a stage stops
 EVALUATION = 1_000_000  # added to the step that seeds the draws: never those of training
 
 
-def begin(settings: recipe.Recipe, workdir: Path, ignore: tuple[str, ...] = ()) -> recipe.Recipe:
+def begin(settings: recipe.Recipe, workdir: Place, ignore: tuple[str, ...] = ()) -> recipe.Recipe:
     """The settings on this platform, once all processes are here and the start is on record.
 
     Raises ValueError when the processes have different configs or workdirs, or as `record_run`.
@@ -217,7 +217,7 @@ def loaded_agent(
     return agent
 
 
-def evaluate(config: Any, workdir: Path) -> None:
+def evaluate(config: Any, workdir: Place) -> None:
     """The stage: writes evaluation.json and one file of rollouts."""
     settings = recipe.read(config)
     with ToolBox(settings.tools) as tools:

@@ -18,12 +18,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from demyrl import command, processes
+from demyrl import command, processes, storage
 from demyrl.model.config import ModelConfig
 from demyrl.model.hf_load import dtypes_of, load_params
 from demyrl.model.hf_save import CODES, Written, whole_folder, write_checkpoint
 from demyrl.model.mesh import MeshConfig, make_mesh
 from demyrl.model.sharding import params_sharding
+from demyrl.storage import Place
 from demyrl.weights import (
     KEPT,
     TEMPLATE,
@@ -38,7 +39,7 @@ FILES = (*TOKENIZER_FILES, TEMPLATE, "generation_config.json")
 TEMPLATES = "chat_templates"  # a folder: further templates, which a caller may ask for by name
 
 
-def export_run(workdir: Path, out: Path, dtype: str | None, step: int | None) -> Written:
+def export_run(workdir: Place, out: Path, dtype: str | None, step: int | None) -> Written:
     """Writes what a run has learned until a step, None for the newest that is intact."""
     if not is_workdir(workdir):
         raise ValueError(
@@ -83,11 +84,11 @@ def wide_mesh(model: ModelConfig) -> Mesh:
     return make_mesh(MeshConfig(devices, 1, 1))
 
 
-def copy_files(folder: Path, out: Path) -> None:
+def copy_files(folder: Place, out: Path) -> None:
     """Copies what a checkpoint has besides its weights and config.json, where it is there."""
     for name in FILES:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+            storage.copy(folder / name, out / name)
     if (folder / TEMPLATES).is_dir():
         shutil.copytree(folder / TEMPLATES, out / TEMPLATES)
 
@@ -105,7 +106,7 @@ def settle_template(out: Path) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Place) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -118,7 +119,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--workdir", type=Path, help="the folder of a run")
+    origin.add_argument("--workdir", type=storage.path, help="the folder of a run")
     origin.add_argument("--source", help="a folder in Hugging Face format, or builtin:tiny")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument("--dtype", choices=list(CODES), help="of all tensors")

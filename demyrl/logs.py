@@ -3,7 +3,8 @@
 In a workdir: `metrics.jsonl` (numbers, one JSON object a line), `rollouts/step_000012.jsonl`
 (trajectories as text), `tensorboard/` (the same numbers), `config.json` and `environment.json`.
 On the console: a live display on a terminal, plain lines elsewhere. Readers of these files stand
-here too, so that the formats have one home. Weights are not here: see `checkpoint.py`. No JAX.
+here too, so that the formats have one home. Weights are not here: see `checkpoint.py`. The workdir
+may lie in a bucket (`storage.py`); a file that grows is then written again as a whole. No JAX.
 """
 
 import contextlib
@@ -15,13 +16,18 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from demyrl import storage
 from demyrl.display import Display
+from demyrl.storage import Place
 
 METRICS: dict[str, str] = {
     "reward/mean": "mean total reward of the graded trajectories",
@@ -41,6 +47,9 @@ METRICS: dict[str, str] = {
     "loss/clipped_low": "share of trained weight stopped by the lower clip",
     "loss/clipped_high": "share of trained weight stopped by the upper clip",
     "loss/dual_clipped": "share of trained weight stopped by the dual clip (negative advantages)",
+    "loss/kl_to_reference": "KL estimate from the policy to the weights it began with, nats",
+    "loss/log_ratio_max": "largest log-prob change of a trained token since it was sampled, nats",
+    "loss/log_ratio_min": "smallest log-prob change of a trained token, 0 or less, nats",
     "loss/kl_to_old": "KL estimate from the policy that sampled to the one being trained, nats",
     "optim/grad_norm": "global gradient norm before clipping",
     "optim/learning_rate": "mean learning rate of the step's updates",
@@ -78,8 +87,6 @@ METRICS: dict[str, str] = {
     "eval/<domain>/maj_at_k": "mean over problems of whether the commonest answer is right",
     "eval/<domain>/call_share": "share of evaluation trajectories with at least one call",
 }
-
-
 BEFORE_WORK = {"config.json", "environment.json", "tensorboard", "stage.json"}
 
 
@@ -88,27 +95,30 @@ def documented_as(name: str) -> str | None:
     `eval/<domain>/avg_at_k`."""
     if name in METRICS:
         return name
-    general = re.sub(r"^eval/[^/]+/", "eval/<domain>/", name)
-    general = re.sub(r"_at_\d+$", "_at_k", general)
+    general = re.sub(r"_at_\d+$", "_at_k", re.sub(r"^eval/[^/]+/", "eval/<domain>/", name))
     return general if general in METRICS else None
 
 
 class Logs:
     """The record of one run; a context manager.
 
-    `steps` is the length of the run. `resume_step` is the first step this process will run: what an
-    earlier process left from there on is dropped, so that no step is there twice. None (nothing
-    was restored) means 0.
+    `steps` is the length of the run. `resume_step`, None for 0, is the first step that is run now:
+    what an earlier process left from there on is dropped, so that no step is there twice. Of
+    several processes one `writes`; the others keep time, and no record.
     """
 
-    def __init__(self, workdir: str | Path, steps: int, resume_step: int | None = None):
-        self.workdir = Path(workdir)
-        self.workdir.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, workdir: str | Place, steps: int, resume_step: int | None = None, writes: bool = True
+    ):
+        self.workdir, self.writes = storage.path(workdir), writes
         first = resume_step or 0
-        drop_from(self.workdir, first)
-        self._display = Display(steps, first)
-        self._events = _EventFile(self.workdir / "tensorboard", first)
+        console = None if writes else Console(quiet=True, force_terminal=False)
+        self._display = Display(steps, first, console)
         self._seconds: dict[str, float] = {}
+        if writes:
+            storage.make_folder(self.workdir)
+            drop_from(self.workdir, first)
+            self._events = _EventFile(self.workdir / "tensorboard", first)
 
     def __enter__(self) -> "Logs":
         self._display.start()
@@ -116,7 +126,8 @@ class Logs:
 
     def __exit__(self, *_: object) -> None:
         self._display.stop()
-        self._events.close()
+        if self.writes:
+            self._events.close()
 
     def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
         """Append one line, with the seconds of the timers that ended since the last one.
@@ -124,20 +135,22 @@ class Logs:
         A value that is NaN or infinite is written as null. Raises OSError when the disk is full;
         the file then ends with the last whole line.
         """
-        seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
+        numbers = {f"time/{name}_s": x for name, x in self._seconds.items()} | {**numbers}
         self._seconds = {}
-        line = {"step": int(step)}
-        for name, value in {**seconds, **numbers}.items():
-            line[name] = float(value) if math.isfinite(value) else None
+        if not self.writes:
+            return
+        finite = {n: float(x) if math.isfinite(x) else None for n, x in numbers.items()}
+        line = {"step": int(step), **finite}
         _append(self.workdir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
         self._events.write(step, line)
         self._display.numbers(step, line)
 
-    def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+    def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Place:
         """The file the rows are in. It appears whole or not at all."""
         path = rollouts_path(self.workdir, step)
-        path.parent.mkdir(exist_ok=True)
-        write_rows(path, rows)
+        if self.writes:
+            storage.make_folder(path.parent)
+            write_rows(path, rows)
         return path
 
     @contextlib.contextmanager
@@ -167,18 +180,23 @@ class Logs:
 
 
 class _EventFile:
-    """The numbers again, for TensorBoard; written in this thread, so a full disk is noticed."""
+    """The numbers again, for TensorBoard; written in this thread, so a full disk is noticed.
 
-    def __init__(self, folder: Path, first: int):
+    The file of a bucket is written on this machine and copied there after each step.
+    """
+
+    def __init__(self, folder: Place, first: int):
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
 
         self._proto = event_pb2
-        folder.mkdir(exist_ok=True)
-        path = folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
-        self._path = path
-        with _disk_full_explained(path):
-            self._writer = RecordWriter(str(path))
+        self._away = tempfile.TemporaryDirectory() if storage.is_remote(folder) else None
+        here = Path(self._away.name) if self._away else folder
+        storage.make_folder(here)
+        self._path = here / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
+        self._target = folder / self._path.name
+        with _disk_full_explained(self._path):
+            self._writer = RecordWriter(str(self._path))
         session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(event_pb2.Event(file_version="brain.Event:2"))
         # TensorBoard hides earlier points from this step on: a resumed run makes them again.
@@ -190,6 +208,8 @@ class _EventFile:
         named = [(name, x) for name, x in line.items() if name != "step" and x is not None]
         values = [Summary.Value(tag=name, simple_value=x) for name, x in named]
         self._write(self._proto.Event(step=step, summary=Summary(value=values)))
+        if self._away:
+            storage.copy(self._path, self._target)
 
     def _write(self, event: Any) -> None:
         event.wall_time = time.time()
@@ -200,31 +220,33 @@ class _EventFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # every event was flushed when written
             self._writer.close()
+        if self._away:
+            self._away.cleanup()
 
 
-def rollouts_path(workdir: str | Path, step: int) -> Path:
-    return Path(workdir) / "rollouts" / f"step_{step:06d}.jsonl"
+def rollouts_path(workdir: str | Place, step: int) -> Place:
+    return storage.path(workdir) / "rollouts" / f"step_{step:06d}.jsonl"
 
 
-def drop_from(workdir: Path, step: int) -> None:
+def drop_from(workdir: Place, step: int) -> None:
     """Remove what the files hold of `step` and later, and files left half-written."""
     path = workdir / "metrics.jsonl"
     if path.exists():
         kept = [json.dumps(line) for line in read_rows(path) if line["step"] < step]
         _replace(path, "".join(f"{line}\n" for line in kept))
-    for part in (*workdir.glob("*.part"), *workdir.glob("rollouts/*.part")):
-        part.unlink()
-    for rollouts in workdir.glob("rollouts/step_*.jsonl"):
-        if int(rollouts.stem.removeprefix("step_")) >= step:
-            rollouts.unlink()
+    rollouts = workdir / "rollouts"
+    for path in [at / name for at in (workdir, rollouts) for name in storage.names(at)]:
+        of_step = path.parent == rollouts and re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+        if path.name.endswith(".part") or (of_step and int(of_step[1]) >= step):
+            path.unlink()
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
+def read_rows(path: str | Place) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file. A torn last line (the process was killed) is left out.
 
     Raises ValueError with the line's number when another line is not JSON.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = storage.path(path).read_bytes().decode("utf-8", "replace").split("\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -238,18 +260,18 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: Place, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a JSON-lines file; it appears whole or not at all. NaN becomes null."""
     _replace(path, "".join(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows))
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Place, content: Any) -> None:
     """Write a JSON file; it appears whole or not at all. NaN becomes null."""
     _replace(path, json.dumps(_plain(content), allow_nan=False, indent=1) + "\n")
 
 
 def record_run(
-    workdir: str | Path,
+    workdir: str | Place,
     config_json: str,
     environment: Mapping[str, Any],
     ignore: tuple[str, ...] = (),
@@ -257,39 +279,33 @@ def record_run(
     """Save the config, and append the environment of this start to `environment.json`.
 
     Raises ValueError when the workdir holds work of another config, with each key that differs;
-    keys in `ignore` (dotted) may change between two starts. A start that failed before it left any
-    work binds nobody.
+    keys in `ignore` (dotted) may change between two starts. A start without work binds nobody.
     """
-    workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    workdir = storage.path(workdir)
+    storage.make_folder(workdir)
     path = workdir / "config.json"
     config = json.loads(config_json)
-    if path.exists() and {child.name for child in workdir.iterdir()} - BEFORE_WORK:
-        _require_same(workdir, json.loads(path.read_text()), config, ignore)
+    begun = path.exists() and {*storage.names(workdir)} - BEFORE_WORK
+    said = differences(json.loads(path.read_text()), config, ignore) if begun else ""
+    if said:
+        raise ValueError(
+            f"{workdir} belongs to another config:\n{said}\n"
+            "Use another --workdir, or delete this one to start again."
+        )
     _replace(path, json.dumps(config, indent=2) + "\n")
     path = workdir / "environment.json"
     starts = json.loads(path.read_text()) if path.exists() else []
     _replace(path, json.dumps([*starts, _plain(environment)], indent=2) + "\n")
 
 
-def _require_same(workdir: Path, there: dict, here: dict, ignore: tuple[str, ...]) -> None:
-    there, here = flatten(there), flatten(here)
-    names = sorted({*there, *here} - set(ignore))
-    said = [
-        f"  {key} is {_said(there, key)} there, {_said(here, key)} here"
-        for key in names
-        if _said(there, key) != _said(here, key)
-    ]
-    if not said:
-        return
-    raise ValueError(
-        f"{workdir} belongs to another config:\n" + "\n".join(said) + "\n"
-        "Use another --workdir, or delete this one to start again."
+def differences(there: dict, here: dict, ignore: tuple[str, ...] = ()) -> str:
+    """A line for each key in which two configs differ, but for those to `ignore`."""
+    there, here = ({k: json.dumps(x) for k, x in flatten(c).items()} for c in (there, here))
+    return "\n".join(
+        f"  {key} is {there.get(key, 'absent')} there, {here.get(key, 'absent')} here"
+        for key in sorted({*there, *here} - set(ignore))
+        if there.get(key) != here.get(key)
     )
-
-
-def _said(config: Mapping[str, Any], key: str) -> str:
-    return json.dumps(config[key]) if key in config else "absent"
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -349,8 +365,12 @@ def _disk_full_explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _append(path: Path, text: str) -> None:
+def _append(path: Place, text: str) -> None:
     """Add `text` at the end, or leave the file as it was."""
+    if storage.is_remote(path):
+        before = path.read_bytes() if path.exists() else b""
+        path.write_bytes(before + text.encode())
+        return
     with _disk_full_explained(path), open(path, "ab", buffering=0) as file:
         before, rest = file.tell(), text.encode()
         try:
@@ -361,18 +381,10 @@ def _append(path: Path, text: str) -> None:
             raise
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Place, text: str) -> None:
     """Make `text` the content of the file; a reader sees the old or the new, never a part."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with _disk_full_explained(path), open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    os.replace(part, path)
+    with _disk_full_explained(path):
+        storage.write_text(path, text)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ is that of `model.source`; the config's own numbers describe random weights.
 import dataclasses
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 from demyrl import processes
@@ -35,12 +34,13 @@ from demyrl.settings import (
     SftConfig,
     TrainConfig,
 )
+from demyrl.storage import Place
 from demyrl.text.prompts import STYLES
 from demyrl.tools.toolbox import ToolConfig
 from demyrl.weights import compute_dtype, is_workdir, shape_of, tokenizer_of
 
 
-def read(config: Any, workdir: Path | None = None) -> Recipe:
+def read(config: Any, workdir: Place | None = None) -> Recipe:
     """The checked settings; ValueError names the key, its value, and what would work.
 
     A run that goes on in its `workdir` needs its source no more.

@@ -10,13 +10,13 @@ which all samples fail, or all succeed, has no gradient. Writes `pool.jsonl` for
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from demyrl import command, logs, recipe
+from demyrl import command, logs, processes, recipe, storage
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems, write_problems
-from demyrl.evaluate import judge_policy, loaded_agent
+from demyrl.evaluate import begin, check_prompts, judge_policy, loaded_agent
+from demyrl.storage import Place
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem
 
@@ -47,22 +47,25 @@ def difficulty(rate: float) -> str:
     return "hard" if rate <= 0.25 else "medium" if rate < 0.75 else "easy"
 
 
-def select_problems(config: Any, workdir: Path) -> None:
+def select_problems(config: Any, workdir: Place) -> None:
     """The stage: writes pool.jsonl and pass_rates.json."""
     settings = recipe.read(config)
-    logs.record_run(workdir, settings.config_json, logs.environment())
     with ToolBox(settings.tools) as tools:
         command.enable_compilation_cache()
+        settings = begin(settings, workdir)
         part = settings.select
         agent = loaded_agent(settings, tools, part.samples, settings.rollout.sampler.temperature)
         problems = candidates(settings)
-        with logs.Logs(workdir, 1) as log:
+        check_prompts(agent, problems)
+        with logs.Logs(workdir, 1, writes=processes.is_first()) as log:
             with log.phase("select", len(problems) * part.samples, 0) as advance:
                 result = judge_policy(settings, agent, problems, 1, advance)
             log.trajectories(0, result.rows)
             rates = pass_rates(result.verdicts)
             log.note(f"pass rates: {dict(Counter(map(difficulty, rates.values())))}")
-    logs.write_json(workdir / "pass_rates.json", rates)
+    folder = storage.path(workdir)
+    if processes.is_first():
+        logs.write_json(folder / "pass_rates.json", rates)
     kept = [problem for problem in problems if 0 < rates.get(problem.id, 0) < 1]
     if len(kept) < settings.train.problems:
         raise ValueError(
@@ -70,7 +73,8 @@ def select_problems(config: Any, workdir: Path) -> None:
             f"step takes {settings.train.problems}. Raise select.problems, or start from a model "
             "that solves more of them (fewer, if it solves all)."
         )
-    write_problems(workdir / "pool.jsonl", kept)
+    if processes.is_first():
+        write_problems(folder / "pool.jsonl", kept)
 
 
 if __name__ == "__main__":

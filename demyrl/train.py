@@ -10,7 +10,6 @@ loss. The same command on the same workdir goes on where it was stopped, bit for
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,6 +37,7 @@ from demyrl.learn.learner import HeadConfig, Learner
 from demyrl.learn.loss import EXTREMES, grpo_loss
 from demyrl.model.transformer import Params
 from demyrl.records import reward_numbers, rollout_numbers, row_of
+from demyrl.storage import Place
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem, Reward, Trajectory
 from demyrl.weights import first_state, is_workdir, keep_source, starting_params
@@ -80,7 +80,7 @@ class Rl:
     def loss(self, logprobs, batch):
         return grpo_loss(logprobs, batch, self.settings.loss)
 
-    def start(self, workdir: Path) -> int:
+    def start(self, workdir: Place) -> int:
         """Loads the newest checkpoint or the first weights; returns the step to go on from."""
         s = self.settings
         self.state, restored = first_state(
@@ -94,7 +94,7 @@ class Rl:
         self.stream.restore(restored.extra["stream"])
         return restored.step
 
-    def save(self, workdir: Path, step: int) -> None:
+    def save(self, workdir: Place, step: int) -> None:
         extra = {"stream": self.stream.state(), "config": self.settings.config_json}
         checkpoint.save(workdir, step, self.state, extra, self.settings.train.keep)
 
@@ -278,7 +278,7 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
     }
 
 
-def train(config: Any, workdir: Path) -> None:
+def train(config: Any, workdir: Place) -> None:
     """The stage: leaves checkpoints, metrics.jsonl and rollouts/ in the workdir."""
     settings = recipe.read(config, workdir)
     part = settings.train

@@ -11,13 +11,12 @@ steps would not be robust.
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from demyrl import checkpoint, command, logs, processes, recipe
+from demyrl import checkpoint, command, logs, processes, recipe, storage
 from demyrl.arrays import TrainState
 from demyrl.data.demonstrations import ANSWERS, PLANS, boxed, calling, said, truth
 from demyrl.data.generators import tasks
@@ -26,6 +25,7 @@ from demyrl.evaluate import begin, make_chat, own_mesh
 from demyrl.learn.batch import Example, pack, token_weights
 from demyrl.learn.learner import HeadConfig, Learner
 from demyrl.learn.loss import sft_loss
+from demyrl.storage import Place
 from demyrl.text.chat import Chat, messages_from_row
 from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
@@ -47,7 +47,7 @@ def read_conversations(settings: recipe.Recipe, chat: Chat) -> list[Conversation
     Raises ValueError when the file is missing or nothing in it fits.
     """
     path = settings.sft.demonstrations
-    if not path or not Path(path).is_file():
+    if not path or not storage.path(path).is_file():
         raise ValueError(
             f"sft.demonstrations is {path!r}: give a file of conversations, one JSON object with "
             "'messages' a line, such as collect's real.jsonl."
@@ -123,7 +123,7 @@ class Sft:
         self.state: TrainState | None = None
         self.cooling_from: int | None = None
 
-    def start(self, workdir: Path) -> int:
+    def start(self, workdir: Place) -> int:
         """Loads the newest checkpoint or the first weights; returns the step to go on from."""
         s = self.settings
         self.state, restored = first_state(
@@ -135,7 +135,7 @@ class Sft:
         self.cooling_from = restored.extra["cooling_from"]
         return restored.step
 
-    def save(self, workdir: Path, step: int, keep: int) -> None:
+    def save(self, workdir: Place, step: int, keep: int) -> None:
         extra = {
             "stream": self.stream.state(),
             "cooling_from": self.cooling_from,
@@ -185,7 +185,7 @@ class Sft:
         if self.cooling_from is None and (copied >= part.probe_enough or late):
             self.cooling_from = step
 
-    def run(self, workdir: Path) -> None:
+    def run(self, workdir: Place) -> None:
         """All steps from the newest checkpoint on; leaves metrics.jsonl and checkpoints."""
         part = self.settings.sft
         step, copied = self.start(workdir), 0.0
@@ -204,7 +204,7 @@ class Sft:
             log.note(f"SFT: {step} steps; held-out episodes copied right: {self.probe():.2f}")
 
 
-def train_sft(config: Any, workdir: Path) -> None:
+def train_sft(config: Any, workdir: Place) -> None:
     """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
     settings = recipe.read(config, workdir)
     command.enable_compilation_cache()

@@ -7,7 +7,6 @@ in Hugging Face format, or the workdir of another run. A run keeps the small fil
 
 import importlib.resources
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from demyrl import checkpoint, processes
+from demyrl import checkpoint, processes, storage
 from demyrl.arrays import TrainState
 from demyrl.command import frozen
 from demyrl.learn.state import abstract_state, start_state
@@ -24,6 +23,7 @@ from demyrl.model.hf_config import read_config
 from demyrl.model.hf_load import load_params
 from demyrl.model.sharding import abstract_params, params_sharding
 from demyrl.model.transformer import Params, init_params
+from demyrl.storage import Place
 
 BUILTIN = "builtin:"
 KEPT = "source"  # the folder of a workdir that holds the small files of its source
@@ -79,13 +79,18 @@ def tokenizer_of(source: str) -> str:
     return str(folder / KEPT if is_workdir(folder) else folder)
 
 
-def folder_of(source: str) -> Path:
+def folder_of(source: str) -> Place:
     """The folder that holds a source's weights; ValueError says what it should be."""
     if source.startswith(BUILTIN):
         folder = builtin_folder(source)
     else:
-        folder = Path(source).expanduser()
+        folder = storage.path(source) if storage.is_remote(source) else Path(source).expanduser()
     published = (folder / "config.json").is_file() and not recorded_model(folder)
+    if published and storage.is_remote(folder):
+        raise ValueError(
+            f"the source is {source!r}: weights in Hugging Face format are read from a disk only. "
+            f"Copy them to every machine: gcloud storage cp -r {source} models/"
+        )
     if published or is_workdir(folder):
         return folder
     raise ValueError(f"the source is {source!r}, {_what_it_is(source, folder)}")
@@ -96,12 +101,12 @@ def builtin_folder(source: str) -> Path:
     return Path(str(importlib.resources.files("demyrl") / "assets" / source.split(":", 1)[1]))
 
 
-def is_workdir(folder: Path) -> bool:
+def is_workdir(folder: Place) -> bool:
     """Whether a folder is that of a run with checkpoints."""
     return (folder / "checkpoints").is_dir() and bool(recorded_model(folder))
 
 
-def recorded_model(folder: Path) -> dict[str, Any]:
+def recorded_model(folder: Place) -> dict[str, Any]:
     """The model section of a run's config; empty where the folder is not that of a run."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -111,7 +116,7 @@ def recorded_model(folder: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _what_it_is(source: str, folder: Path) -> str:
+def _what_it_is(source: str, folder: Place) -> str:
     wanted = (
         "Weights must be on disk: give a folder with config.json and model.safetensors (or its "
         "shards), or the workdir of a run."
@@ -132,7 +137,7 @@ def _what_it_is(source: str, folder: Path) -> str:
 
 
 def first_state(
-    workdir: Path,
+    workdir: Place,
     source: str,
     model: ModelConfig,
     mesh: Mesh,
@@ -151,7 +156,7 @@ def first_state(
     return start_state(starting_params(source, model, mesh, seed), optimizer, offload), None
 
 
-def params_of_run(folder: Path, model: ModelConfig, mesh: Mesh, step: int | None = None) -> Params:
+def params_of_run(folder: Place, model: ModelConfig, mesh: Mesh, step: int | None = None) -> Params:
     """The parameters of a run's checkpoint of `step`, or of its newest that is intact."""
     restored = checkpoint.restore_params(folder, abstract_params(model, mesh), step)
     if restored is None and step is not None:
@@ -166,21 +171,21 @@ def params_of_run(folder: Path, model: ModelConfig, mesh: Mesh, step: int | None
     return restored.state
 
 
-def keep_source(workdir: Path, source: str, tokenizer: str, template: str) -> None:
+def keep_source(workdir: Place, source: str, tokenizer: str, template: str) -> None:
     """Copies the source's config.json and the tokenizer's files into `workdir/source/`.
 
     `template` is the text of the chat template in use, which takes the place of the tokenizer's.
     """
     kept = workdir / KEPT
-    kept.mkdir(parents=True, exist_ok=True)
+    storage.make_folder(kept)
     builtin = tokenizer.startswith(BUILTIN)
-    folder = builtin_folder(tokenizer) if builtin else Path(tokenizer).expanduser()
+    folder = builtin_folder(tokenizer) if builtin else storage.path(tokenizer).expanduser()
     origins = dict.fromkeys(TOKENIZER_FILES, folder)
     if source:
-        own = Path(tokenizer_of(source))
+        own = storage.path(tokenizer_of(source))
         # generation_config.json names end tokens by id: another tokenizer has other ids.
         origins |= dict.fromkeys(MODEL_FILES if own == folder else MODEL_FILES[:1], own)
     for name, origin in origins.items():
         if (origin / name).is_file():
-            shutil.copyfile(origin / name, kept / name)
-    (kept / TEMPLATE).write_text(template, encoding="utf-8")
+            storage.copy(origin / name, kept / name)
+    storage.write_text(kept / TEMPLATE, template)

@@ -11,17 +11,19 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (  # a module may import those of earlier lines and those of its own folder
     {"types", "arrays"},
-    {"data", "text", "model", "tools", "logs", "storage", "processes"},
+    {"storage"},
+    {"data", "text", "model", "tools", "logs", "processes"},
     {"rollout", "rewards", "learn"},
     {"checkpoint"},
     {"command", "records"},
     {"weights", "settings"},
     {"recipe"},
-    {"evaluate", "collect", "plan", "planning", "chat"},
+    {"evaluate", "collect", "plan", "chat"},
     {"train", "train_sft", "select_problems", "export"},
 )
-PART_OF = {"display": "logs", "liveness": "processes"}  # a top-level file that belongs to another one
-ANALYSIS_MAY_IMPORT = {"types", "logs", "analysis"}
+# A top-level file or folder that belongs to another one.
+PART_OF = {"display": "logs", "liveness": "processes", "planning": "plan"}
+ANALYSIS_MAY_IMPORT = {"types", "storage", "logs", "analysis"}
 MAY_IMPORT_STATS = {"demyrl.evaluate"}  # the one way into analysis: avg@k and its intervals
 
 COMPUTES = ("demyrl.model", "demyrl.learn")
@@ -31,7 +33,7 @@ SURROUNDINGS = {"os", "pathlib", "time", "logging"}
 ENTRY_POINTS = {"train", "train_sft", "collect", "select_problems", "evaluate"}
 ENTRY_POINTS |= {"command", "export", "plan", "quickstart"}
 
-WITHOUT_JAX = {"types", "logs", "display", "command", "records", "analysis"}
+WITHOUT_JAX = {"types", "storage", "logs", "display", "command", "records", "analysis"}
 WITHOUT_JAX |= {"data", "text", "tools", "rewards"}
 
 

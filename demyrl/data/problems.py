@@ -5,11 +5,11 @@ One small function per format. Every error names the file, the row and what is w
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, get_args
 
+from demyrl import storage
+from demyrl.storage import Place
 from demyrl.types import Domain, Problem
 
 DOMAINS: tuple[str, ...] = get_args(Domain)
@@ -18,27 +18,18 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 ABILITIES: dict[str, Domain] = {"math": "math", "science": "science"}
 
 
-def write_problems(path: Path | str, problems: Iterable[Problem]) -> None:
+def write_problems(path: Place | str, problems: Iterable[Problem]) -> None:
     """Writes one JSON object a line; the file appears whole or not at all."""
     write_rows(path, map(dataclasses.asdict, problems))
 
 
-def write_rows(path: Path | str, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes rows as JSON lines under a temporary name, then renames; equal rows, equal bytes."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def write_rows(path: Place | str, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes rows as JSON lines; equal rows, equal bytes. The file appears whole or not at all."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    storage.write_text(storage.path(path), text)
 
 
-def read_problems(path: Path | str) -> list[Problem]:
+def read_problems(path: Place | str) -> list[Problem]:
     """The problems of a file that `write_problems` wrote, in its order.
 
     Raises ValueError, naming file and line, for a file that cannot be read or is empty, a row that
@@ -46,7 +37,7 @@ def read_problems(path: Path | str) -> list[Problem]:
     reasoning-gym cannot be judged here.
     """
     problems, seen = [], {}
-    for line, row in json_lines(Path(path)):
+    for line, row in json_lines(storage.path(path)):
         where = f"{path}, line {line}"
         problem = problem_of(row, where)
         if problem.id in seen:
@@ -81,14 +72,14 @@ def problem_of(row: Any, where: str) -> Problem:
     return Problem(**row)
 
 
-def read_verl(path: Path | str, grader: str) -> list[Problem]:
+def read_verl(path: Place | str, grader: str) -> list[Problem]:
     """Problems from verl-style columns in a .jsonl or .parquet file, all with one grader.
 
     The columns are data_source, prompt (a list with one user message), ability,
     reward_model.ground_truth and extra_info.index. Raises ValueError, naming file and row, for a
     row of another shape, and for an ability without a grader here (tests of programs).
     """
-    path = Path(path)
+    path = storage.path(path)
     rows = parquet_rows(path) if path.suffix == ".parquet" else json_lines(path)
     problems, seen = [], {}
     for number, row in rows:
@@ -133,7 +124,7 @@ def verl_problem(row: Any, grader: str, where: str) -> Problem:
     )
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def json_lines(path: Place) -> Iterator[tuple[int, Any]]:
     """Line numbers from 1 and the JSON values of the lines that are not blank."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -147,14 +138,15 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def parquet_rows(path: Place) -> Iterator[tuple[int, Any]]:
     """Row numbers from 0 and the rows of a parquet file; needs pyarrow."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"{path}: install pyarrow to read parquet files.") from error
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        with path.open("rb") as file:
+            rows = pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, pyarrow.lib.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {error}.") from error
     yield from enumerate(rows)

@@ -18,6 +18,8 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from demyrl import storage
+
 BUILTIN = "builtin:"
 HERMES = BUILTIN + "hermes"
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -135,7 +137,7 @@ def _folder(path: str) -> pathlib.Path:
         if path in known:
             return known[path]
         raise FileNotFoundError(f"tokenizer {path!r} is not built in; there is {', '.join(known)}.")
-    folder = pathlib.Path(path).expanduser()
+    folder = storage.local_folder(storage.path(path).expanduser())
     if not folder.is_dir():
         raise FileNotFoundError(
             f"tokenizer {path!r} is not a directory. Give a folder that holds "
