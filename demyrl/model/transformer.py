@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from demyrl.model.attention import attend_segments, rotate
+from demyrl.model.attention_blocks import ATTENDED
 from demyrl.model.config import ModelConfig
 from demyrl.model.embedding import lookup
 from demyrl.model.mesh import constrain
@@ -149,13 +150,17 @@ class Layout:
     """Where a training pass runs, and what of it is kept for the way back."""
 
     mesh: Mesh | None  # None: wherever the arrays are
-    remat: str  # of each layer is kept: "none": all; "dots": products; "full": its input only
+    remat: str  # of each layer is kept: "none": all; "dots": products, attention; "full": its input
 
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
     "none": lambda block: block,
     "dots": functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names(ATTENDED),
+        ),
     ),
     "full": jax.checkpoint,
 }
