@@ -21,12 +21,16 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from demyrl.model.mesh import AXES, HEADS_SPREAD, spec
+from demyrl.model.embedding import (
+    MATRIX,
+    STATES,
+    WHOLE_ROWS,
+    by_tokens,
+    laid_to_rest,
+    part_of_device,
+)
+from demyrl.model.mesh import AXES, HEADS_SPREAD
 from demyrl.model.transformer import Params, output_embedding
-
-MATRIX = spec(("vocab", "width"))  # where it lies between updates
-WHOLE_ROWS = spec(("rows", "tokens"), HEADS_SPREAD)
-HIDDEN = spec(("rows", "tokens", None))
 
 
 def token_logprobs(
@@ -105,7 +109,7 @@ def forward(plan: Plan, matrix: Array, hidden: Array, target: Array, wanted: Arr
 def backward(plan: Plan, saved: Any, above: tuple[Array, Array]) -> Any:
     """Gradients of the matrix and the hidden states."""
     taken = (MATRIX, WHOLE_ROWS, WHOLE_ROWS, WHOLE_ROWS, WHOLE_ROWS, WHOLE_ROWS)
-    run = plan.over_devices(functools.partial(gradients, plan), taken, (MATRIX, HIDDEN))
+    run = plan.over_devices(functools.partial(gradients, plan), taken, (MATRIX, STATES))
     return (*run(*saved, above[0]), None, None)
 
 
@@ -178,7 +182,10 @@ def gradients(
 
     blank = (jnp.zeros(matrix.shape, wide), jnp.zeros_like(hidden.reshape(-1, matrix.shape[1])))
     d_matrix, d_hidden = lax.fori_loop(0, chunks.count, add_chunk, blank)
-    return scattered(d_matrix, kept, plan), by_tokens(d_hidden.reshape(hidden.shape), plan)
+    d_hidden = d_hidden.reshape(hidden.shape)
+    if plan.mesh is None:
+        return d_matrix.astype(kept), d_hidden
+    return laid_to_rest(d_matrix, kept), by_tokens(d_hidden)
 
 
 def accurate(dtype: Any) -> Any:
@@ -240,26 +247,6 @@ def logits_gradient(
 
 
 def gathered(matrix: Float[Array, "_ _"], dtype: Any, plan: Plan) -> Float[Array, "V D"]:
-    """The device's part of the vocabulary, whole in width, from how the matrix lies at rest."""
-    matrix = matrix.astype(dtype)  # before it travels
-    if plan.mesh is None:
-        return matrix
-    matrix = lax.all_to_all(matrix, "sequence", split_axis=0, concat_axis=1, tiled=True)
-    return lax.all_gather(matrix, "data", axis=1, tiled=True)
-
-
-def scattered(d_matrix: Float[Array, "V D"], dtype: Any, plan: Plan) -> Float[Array, "_ _"]:
-    """The sum over all rows, laid out as the matrix lies at rest."""
-    if plan.mesh is None:
-        return d_matrix.astype(dtype)
-    # turned over: TPUs scatter a sum along rows, but sum up all of it to cut columns
-    part = lax.psum_scatter(d_matrix.T, "data", scatter_dimension=0, tiled=True).T.astype(dtype)
-    return lax.all_to_all(part, "sequence", split_axis=1, concat_axis=0, tiled=True)
-
-
-def by_tokens(d_hidden: Float[Array, "B T D"], plan: Plan) -> Float[Array, "B _ D"]:
-    """The sum over the parts of the vocabulary, of the device's share of the tokens."""
-    if plan.mesh is None:
-        return d_hidden
-    d_hidden = lax.psum(d_hidden, "tensor")
-    return lax.psum_scatter(d_hidden, "sequence", scatter_dimension=1, tiled=True)
+    """What the device has of the vocabulary, cast before it travels."""
+    matrix = matrix.astype(dtype)
+    return part_of_device(matrix) if plan.mesh else matrix

@@ -27,9 +27,7 @@ def lookup(
     vocab, dtype = matrix.shape[0], matrix.dtype
 
     def over_devices(function, taken, given):
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=taken, out_specs=given, check_vma=False
-        )
+        return jax.shard_map(function, mesh=mesh, in_specs=taken, out_specs=given, check_vma=False)
 
     @jax.custom_vjp
     def rows(matrix, tokens):
@@ -43,27 +41,22 @@ def lookup(
     return rows(matrix, tokens)
 
 
-def rows_of_device(
-    matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]
-) -> Float[Array, "B U E"]:
+def rows_of_device(matrix: Float[Array, "_ _"], tokens: Int[Array, "B T"]) -> Float[Array, "B _ D"]:
     """The device's tokens, each found by the one that has its part of the vocabulary."""
-    matrix = gathered(matrix)
+    matrix = part_of_device(matrix)
     own = own_vocabulary(tokens, matrix.shape[0])
-    found = matrix.at[own].get(mode="fill", fill_value=0)
-    return lax.psum_scatter(
-        lax.psum(found, "tensor"), "sequence", scatter_dimension=1, tiled=True
-    )
+    return by_tokens(matrix.at[own].get(mode="fill", fill_value=0))
 
 
 def gradient_of_device(
-    tokens: Int[Array, "B T"], above: Float[Array, "B U E"], vocab: int, dtype: Any, mesh: Mesh
-) -> Float[Array, "V D"]:
+    tokens: Int[Array, "B T"], above: Float[Array, "B _ D"], vocab: int, dtype: Any, mesh: Mesh
+) -> Float[Array, "_ _"]:
     """The device's part of the matrix's gradient, laid out as the matrix lies at rest."""
     above = lax.all_gather(above, "sequence", axis=1, tiled=True)
     size = vocab // (mesh.shape["tensor"] * mesh.shape["sequence"])
     sums = jnp.zeros((size, above.shape[-1]), jnp.promote_types(dtype, jnp.float32))
     sums = sums.at[own_vocabulary(tokens, size)].add(above.astype(sums.dtype), mode="drop")
-    return scattered(sums, dtype)
+    return laid_to_rest(sums, dtype)
 
 
 def own_vocabulary(tokens: Int[Array, "B T"], size: int) -> Int[Array, "B T"]:
@@ -72,13 +65,20 @@ def own_vocabulary(tokens: Int[Array, "B T"], size: int) -> Int[Array, "B T"]:
     return jnp.where((own >= 0) & (own < size), own, size)
 
 
-def gathered(matrix: Float[Array, "V D"]) -> Float[Array, "W E"]:
+def part_of_device(matrix: Float[Array, "_ _"]) -> Float[Array, "V D"]:
     """The device's part of the vocabulary, whole in width, from how the matrix lies at rest."""
     matrix = lax.all_to_all(matrix, "sequence", split_axis=0, concat_axis=1, tiled=True)
     return lax.all_gather(matrix, "data", axis=1, tiled=True)
 
 
-def scattered(sums: Float[Array, "V D"], dtype: Any) -> Float[Array, "W E"]:
+def laid_to_rest(sums: Float[Array, "V D"], dtype: Any) -> Float[Array, "_ _"]:
     """The sum over the rows of all devices, laid out as the matrix lies at rest."""
-    part = lax.psum_scatter(sums, "data", scatter_dimension=1, tiled=True).astype(dtype)
+    # turned over: TPUs scatter a sum along rows, but sum up all of it to cut columns
+    part = lax.psum_scatter(sums.T, "data", scatter_dimension=0, tiled=True).T.astype(dtype)
     return lax.all_to_all(part, "sequence", split_axis=1, concat_axis=0, tiled=True)
+
+
+def by_tokens(states: Float[Array, "B T D"]) -> Float[Array, "B _ D"]:
+    """The sum over the parts of the vocabulary, of the device's share of the tokens."""
+    states = lax.psum(states, "tensor")
+    return lax.psum_scatter(states, "sequence", scatter_dimension=1, tiled=True)

@@ -74,8 +74,15 @@ def write(
 
 
 def in_order(x: Array) -> Array:
-    """The array with its last axis next to each other in memory, then the one before, and so on."""
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    """The array, on TPUs with its last axis contiguous in memory, then the one before, and so on.
+
+    Elsewhere that is so anyhow, and to demand it would gather what is spread.
+    """
+
+    def demanded(x: Array) -> Array:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return jax.lax.platform_dependent(x, tpu=demanded, default=lambda x: x)
 
 
 def copy_rows(
