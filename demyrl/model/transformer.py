@@ -115,13 +115,26 @@ def embed(params: Params, tokens: Int[Array, "B C"], config: ModelConfig) -> Flo
 
 
 def qkv(
-    layer: Params, x: Float[Array, "B C D"], positions: Int[Array, "B C"], config: ModelConfig
+    layer: Params,
+    x: Float[Array, "B C D"],
+    positions: Int[Array, "B C"],
+    config: ModelConfig,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B C N H"], Float[Array, "B C K H"], Float[Array, "B C K H"]]:
-    """Queries, keys and values of one layer, normalized and rotated to their positions."""
+    """Queries, keys and values of one layer, normalized and rotated to their positions.
+
+    With a mesh they are spread by their tokens, as in training; here and below the compiler would
+    otherwise gather activations where it should gather weights.
+    """
     x_BCD = rms_norm(x, layer["attention_norm"], config.norm_eps)
-    q_BCNH = jnp.einsum("bcd,dnh->bcnh", x_BCD, layer["query"].astype(x.dtype))
-    k_BCKH = jnp.einsum("bcd,dkh->bckh", x_BCD, layer["key"].astype(x.dtype))
-    v_BCKH = jnp.einsum("bcd,dkh->bckh", x_BCD, layer["value"].astype(x.dtype))
+
+    def projected(weight: Array, heads: str) -> Array:
+        y_BCNH = jnp.einsum("bcd,dnh->bcnh", x_BCD, weight.astype(x.dtype))
+        return constrain(y_BCNH, ("rows", "tokens", heads, None), mesh)
+
+    q_BCNH = projected(layer["query"], "heads")
+    k_BCKH = projected(layer["key"], "kv_heads")
+    v_BCKH = projected(layer["value"], "kv_heads")
     if config.attention_bias:
         q_BCNH += layer["query_bias"].astype(x.dtype)
         k_BCKH += layer["key_bias"].astype(x.dtype)
@@ -134,15 +147,23 @@ def qkv(
 
 
 def close_block(
-    layer: Params, x: Float[Array, "B C D"], attended: Float[Array, "B C N H"], config: ModelConfig
+    layer: Params,
+    x: Float[Array, "B C D"],
+    attended: Float[Array, "B C N H"],
+    config: ModelConfig,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B C D"]:
     """The rest of a block after attention: output projection, then the gated feed forward."""
+
+    def placed(x: Array, axis: str | None = None) -> Array:
+        return constrain(x, ("rows", "tokens", axis), mesh)
+
     out = layer["out"].astype(x.dtype)
-    x_BCD = x + attended.reshape(*x.shape[:2], -1) @ out.reshape(-1, x.shape[-1])
+    x_BCD = placed(x + attended.reshape(*x.shape[:2], -1) @ out.reshape(-1, x.shape[-1]))
     y_BCD = rms_norm(x_BCD, layer["mlp_norm"], config.norm_eps)
-    gate_BCF = jax.nn.silu(y_BCD @ layer["gate"].astype(x.dtype))
-    up_BCF = y_BCD @ layer["up"].astype(x.dtype)
-    return x_BCD + (gate_BCF * up_BCF) @ layer["down"].astype(x.dtype)
+    gate_BCF = placed(y_BCD @ layer["gate"].astype(x.dtype), "feed_forward")
+    up_BCF = placed(y_BCD @ layer["up"].astype(x.dtype), "feed_forward")
+    return placed(x_BCD + (jax.nn.silu(gate_BCF) * up_BCF) @ layer["down"].astype(x.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +199,11 @@ def hidden_states(
     """Final normalized hidden states of packed rows; attention stays within a segment."""
     table, mesh = parameter_table(config), layout.mesh
 
-    def placed(x: Array) -> Array:
-        return constrain(x, ("rows", "tokens", None), mesh)
-
     def block(x_BTD, layer):
         layer = {name: whole(w, table["layers"][name].axes[1:], mesh) for name, w in layer.items()}
-        q, k, v = qkv(layer, x_BTD, positions, config)
+        q, k, v = qkv(layer, x_BTD, positions, config, mesh)
         attended = attend_segments(q, k, v, segments, mesh)
-        return placed(close_block(layer, x_BTD, attended, config)), None
+        return close_block(layer, x_BTD, attended, config, mesh), None
 
     if mesh is None or mesh.size == 1:
         x_BTD = embed(params, tokens, config)
