@@ -36,6 +36,7 @@ setup(
         "gcs": ["gcsfs>=2024.6"],  # workdirs and files in gs:// buckets
         "gym": ["reasoning-gym==0.1.25"],  # its verifiers change between versions
         "parity": ["torch>=2.6"],  # the live comparison of the tests; nothing else needs torch
+        "plan": ["libtpu"],  # XLA's compiler for TPUs; it runs on any CPU
         "parquet": ["pyarrow>=15"],
         "tpu": ["jax[tpu]"],
         "test": [

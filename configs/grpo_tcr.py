@@ -60,7 +60,9 @@ def tiny() -> dict:
         },
         "mesh": {"data": 1, "tensor": 1, "sequence": 1},
         "memory": {
-            "remat": "none",  # what layers keep for the way back: "none" (all), "dots", "full"
+            # What layers keep for the way back: "none" (all, on a mesh also gathered weights),
+            # "dots" (products and attention), "full" (their input).
+            "remat": "none",
             "moments": "float32",  # or "bfloat16": of the optimizer, rounded at random
             "gradients": "float32",  # or "bfloat16": what micro-batches add up to
             "offload": False,  # float32 parameters and moments in the host's memory
@@ -218,6 +220,9 @@ def smollm2(config: ConfigDict) -> None:
 def paper(config: ConfigDict) -> None:
     """The numbers of the paper (section 6 and the released scripts) for agents on TPUs.
 
+    Not the paper's: a linear cool-down in SFT, rows of 24,576 tokens there, a tool result of up to
+    1,024 tokens, and one limit for prompt and response together.
+
     `model.source` names what they were made for; set it to the folder that holds the checkpoint,
     `sft.demonstrations` to real trajectories, and `problems.path` to problems.
     """
@@ -227,6 +232,7 @@ def paper(config: ConfigDict) -> None:
     config.tools.update(workers=16, timeout_s=30.0, memory_mb=1024, output_bytes=16_384)
     config.sft.update(
         rows_per_step=32, max_steps=465, probe_every=31, probe_count=32, cooldown_steps=140,
+        probe_enough=2.0,  # never: all steps
         save_every=93, learning_rate=1e-5, warmup_updates=46, final_share=0.0, weight_decay=0.01,
     )  # fmt: skip
     config.rollout.update(
@@ -250,7 +256,7 @@ def qwen3_4b(config: ConfigDict) -> None:
     config.model.update(dataclasses.asdict(size("qwen3_4b_2507", "bfloat16")))
     config.model.source = "Qwen/Qwen3-4B-Instruct-2507"
     config.mesh.update(data=4, tensor=1, sequence=4)
-    config.rollout.slots, config.rollout.extend_rows = 40, 4
+    config.rollout.slots, config.rollout.extend_rows = 32, 4
     config.sft.pack.update(rows=4, row_tokens=24_576, rungs=3)
     config.train.pack.update(rows=4, row_tokens=24_576, rungs=3)
 

@@ -19,7 +19,7 @@ from demyrl import command, logs, processes, recipe, storage
 from demyrl.analysis.stats import summarize
 from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems
-from demyrl.model.mesh import make_mesh
+from demyrl.model.mesh import AXES, make_mesh
 from demyrl.records import row_of, verdict_row
 from demyrl.rewards.grade import grade
 from demyrl.rollout.agent import Agent, AgentConfig
@@ -32,6 +32,7 @@ from demyrl.types import Problem, Reward, Trajectory
 from demyrl.weights import starting_params
 
 MOST_SANDBOX_ERRORS = 0.2  # share of trajectories; beyond it a stage stops
+MESH = tuple(f"mesh.{axis}" for axis in AXES)  # a run may go on with other devices
 EVALUATION = 1_000_000  # added to the step that seeds the draws: never those of training
 
 

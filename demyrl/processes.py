@@ -28,6 +28,7 @@ JOIN_S = 60.0  # for all processes to come
 SILENCE_S = 40.0  # after which a process counts as gone; a pause of Python's may last 30
 SHUTDOWN_S = 30
 NOT_JOINED = 2
+PIECE = 1 << 24  # bytes of each process's that are on the devices at a time, when gathered
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 Value = TypeVar("Value")
@@ -148,9 +149,11 @@ def gather(value: Any) -> list[Any]:
         return [value]
     content = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = exchange(np.array([len(content)]))[:, 0]
-    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)  # few sizes to compile for
+    most = int(sizes.max())
+    size = min(PIECE, 1 << (most - 1).bit_length())  # few sizes to compile for
+    padded = np.zeros(-(-most // size) * size, np.uint8)
     padded[: len(content)] = content
-    everyone = exchange(padded)
+    everyone = np.concatenate([exchange(part) for part in padded.reshape(-1, size)], axis=1)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
 
 
@@ -166,13 +169,21 @@ def each(act: Callable[[], Value]) -> list[Value]:
         value = act()
     except Exception as raised:
         error = raised
-    everyone = gather((value, error))
+    everyone = gather((value, portable(error)))
     if error is not None:
         raise error
     for _, others in everyone:
         if others is not None:
             raise others
     return [value for value, _ in everyone]
+
+
+def portable(error: Exception | None) -> Exception | None:
+    """The error, or its text where it would not survive the way to another process."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def first(act: Callable[[], Value]) -> Value:

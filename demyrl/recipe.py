@@ -43,7 +43,8 @@ from demyrl.weights import compute_dtype, is_workdir, shape_of, tokenizer_of
 def read(config: Any, workdir: Place | None = None) -> Recipe:
     """The checked settings; ValueError names the key, its value, and what would work.
 
-    A run that goes on in its `workdir` needs its source no more.
+    A run that goes on in its `workdir` needs its source no more, but for a KL term, which compares
+    with it.
     """
     c = plain(config)
     check_keys(c)
@@ -118,7 +119,8 @@ def tokenizer(given: str, source: str) -> str:
 def on_device(recipe: Recipe) -> Recipe:
     """The recipe with a data type that this platform computes fast in, where it is "auto".
 
-    Joins the other processes, if there are any, and loads JAX's devices, so stages that run programs call it after the sandbox has started.
+    Joins the other processes, if there are any, and loads JAX's devices, so stages that run
+    programs call it after the sandbox has started.
     """
     processes.join()
     model = dataclasses.replace(recipe.model, dtype=compute_dtype(recipe.model.dtype))

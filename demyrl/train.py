@@ -22,6 +22,7 @@ from demyrl.data.generators import tasks
 from demyrl.data.problems import read_problems
 from demyrl.data.stream import ProblemStream
 from demyrl.evaluate import (
+    MESH,
     begin,
     check_prompts,
     eval_problems,
@@ -40,9 +41,9 @@ from demyrl.records import reward_numbers, rollout_numbers, row_of
 from demyrl.storage import Place
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Problem, Reward, Trajectory
-from demyrl.weights import first_state, is_workdir, keep_source, starting_params
+from demyrl.weights import first_state, is_workdir, keep_source, starting_params, step_of
 
-MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s")
+MAY_CHANGE = ("train.save_every", "train.keep", "tools.workers", "tools.delay_s", *MESH)
 PROBLEMS_WITHOUT_POOL = 2000
 SHARES = (  # of the weight that was run through the model
     "loss/clipped_low",
@@ -74,6 +75,7 @@ class Rl:
         )  # fmt: skip
         self.state: TrainState | None = None
         self.reference: Params | None = None  # what the KL term compares with
+        self.reference_step: int | None = None  # ... of the run that it is from
         self.root = jax.random.key(settings.seed)
         self.gap_checked = False
 
@@ -87,7 +89,9 @@ class Rl:
             workdir, s.source, s.model, self.mesh, s.seed, self.learner.optimizer, s.memory.offload
         )
         if s.loss.kl:
-            first = starting_params(s.source, s.model, self.mesh, s.seed)
+            begun = restored.extra if restored else {"reference_step": step_of(s.source)}
+            self.reference_step = begun["reference_step"]
+            first = starting_params(s.source, s.model, self.mesh, s.seed, self.reference_step)
             self.reference = self.learner.working(first)
         if restored is None:
             return 0
@@ -95,7 +99,11 @@ class Rl:
         return restored.step
 
     def save(self, workdir: Place, step: int) -> None:
-        extra = {"stream": self.stream.state(), "config": self.settings.config_json}
+        extra = {
+            "stream": self.stream.state(),
+            "reference_step": self.reference_step,
+            "config": self.settings.config_json,
+        }
         checkpoint.save(workdir, step, self.state, extra, self.settings.train.keep)
 
     def step(self, step: int, log: logs.Logs) -> dict[str, float]:
@@ -106,6 +114,7 @@ class Rl:
             self.agent.sampler.load(self.learner.working(self.state.params))
             version = int(self.state.step)
             played = play(self.settings, self.agent, problems, self.root, step, version, tick)
+            self.agent.sampler.unload()  # its memory is the update's now
         trajectories, rewards = played.trajectories, played.rewards
         log.trajectories(step, self.rows(step, problems, trajectories, rewards))
         refuse_broken_sandbox(trajectories)
@@ -248,10 +257,14 @@ def totals(rewards: Sequence[Reward], samples: int) -> np.ndarray:
 
 
 def over_updates(collected: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over the updates of a step; of extremes, the most extreme."""
+    """The mean of each number over the updates of a step that were not skipped, if there are any;
+    of extremes, the most extreme."""
     names = collected[0] if collected else {}
+    fine = [each for each in collected if not each["optim/skipped"]] or collected
     combine = {name: {jnp.maximum: max, jnp.minimum: min}[kind] for name, kind in EXTREMES.items()}
-    return {n: float(combine.get(n, np.mean)([each[n] for each in collected])) for n in names}
+    numbers = {n: float(combine.get(n, np.mean)([each[n] for each in fine])) for n in names}
+    skipped = [each["optim/skipped"] for each in collected]
+    return numbers | ({"optim/skipped": float(np.mean(skipped))} if skipped else {})
 
 
 def throughput(
@@ -271,6 +284,7 @@ def evaluation_numbers(rl: Rl, step: int, log: logs.Logs) -> dict[str, float]:
     with log.phase("evaluate", len(problems) * rl.settings.train.samples, step) as tick:
         rl.agent.sampler.load(rl.learner.working(rl.state.params))
         summary = judge_policy(rl.settings, rl.agent, problems, step, tick).summary
+        rl.agent.sampler.unload()
     return {
         f"eval/{domain}/{name}": part[name]["value"]
         for domain, part in summary["domains"].items()

@@ -21,7 +21,7 @@ from demyrl.arrays import TrainState
 from demyrl.data.demonstrations import ANSWERS, PLANS, boxed, calling, said, truth
 from demyrl.data.generators import tasks
 from demyrl.data.stream import RowStream
-from demyrl.evaluate import begin, make_chat, own_mesh
+from demyrl.evaluate import MESH, begin, make_chat, own_mesh
 from demyrl.learn.batch import Example, pack, token_weights
 from demyrl.learn.learner import HeadConfig, Learner
 from demyrl.learn.loss import sft_loss
@@ -31,6 +31,8 @@ from demyrl.text.prompts import question
 from demyrl.tools.toolbox import ToolBox
 from demyrl.types import Message
 from demyrl.weights import first_state, is_workdir, keep_source
+
+MAY_CHANGE = ("sft.save_every", *MESH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ def train_sft(config: Any, workdir: Place) -> None:
     """The stage: leaves a checkpoint in workdir/checkpoints and metrics.jsonl."""
     settings = recipe.read(config, workdir)
     command.enable_compilation_cache()
-    settings = begin(settings, workdir, ("sft.save_every",))
+    settings = begin(settings, workdir, MAY_CHANGE)
     chat = make_chat(settings, ToolBox(settings.tools))
     conversations, probes = read_conversations(settings, chat), probe_set(settings, chat)
     if processes.is_first() and not is_workdir(workdir):

@@ -40,8 +40,11 @@ TOKENIZER_FILES = (
 TEMPLATE = "chat_template.jinja"
 
 
-def starting_params(source: str, model: ModelConfig, mesh: Mesh, seed: int) -> Params:
-    """Float32 parameters on the mesh, of the model that `shape_of` says.
+def starting_params(
+    source: str, model: ModelConfig, mesh: Mesh, seed: int, step: int | None = None
+) -> Params:
+    """Float32 parameters on the mesh, of the model that `shape_of` says; of a run, those of `step`
+    or the newest.
 
     Raises ValueError when the source is none of the four kinds or holds another model.
     """
@@ -50,8 +53,14 @@ def starting_params(source: str, model: ModelConfig, mesh: Mesh, seed: int) -> P
         return draw(model, jax.random.key(seed))
     folder = folder_of(source)
     if is_workdir(folder):
-        return params_of_run(folder, model, mesh)
+        return params_of_run(folder, model, mesh, step)
     return load_params(folder, model, params_sharding(model, mesh))
+
+
+def step_of(source: str) -> int | None:
+    """The newest step of a source that is a run; None for other sources."""
+    folder = folder_of(source) if source else None
+    return checkpoint.latest_step(folder) if folder and is_workdir(folder) else None
 
 
 def shape_of(source: str, dtype: str) -> ModelConfig:

@@ -6,16 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demyrl.model.mesh import MeshConfig, make_mesh
+from demyrl.model.sharding import params_sharding
 from demyrl.model.transformer import output_embedding
 from demyrl.rollout.episode import EpisodeConfig
 from demyrl.types import Message, ToolCall
 from tests.test_sampler import whole_pass
 from tests.tiny import (
     LIMITS,
+    MODEL,
     FakeTools,
     ScriptedSampler,
     chat,
     compilations,
+    drawn_params,
     make_agent,
     params,
     problem,
@@ -23,6 +27,7 @@ from tests.tiny import (
 
 ROOT = jax.random.key(0)
 PROBLEMS = [problem(i) for i in range(3)]
+WIDE = dataclasses.replace(MODEL, layers=1, heads=8, kv_heads=8)
 
 
 def roll(agent, problems=PROBLEMS, step=0, version=5):
@@ -206,12 +211,12 @@ def test_an_episode_can_be_replayed_alone():
 
 
 def test_a_rollout_compiles_each_program_once_for_each_rung_of_its_ladder():
-    agent = scripted_by_key(slots=11, decode_steps=3)  # shapes that no other test uses
     with compilations() as first:
+        agent = scripted_by_key(slots=11, decode_steps=3)  # shapes that no other test uses
         roll(agent)
         roll(agent, step=1)
-    counts = {name: first.count(name) for name in ("decode", "extend", "copy_rows")}
-    assert counts["decode"] <= 1 and counts["copy_rows"] <= 1
+    counts = {name: first.count(name) for name in ("decode", "extend", "copy_cache_rows")}
+    assert counts["decode"] <= 1 and counts["copy_cache_rows"] <= 1
     assert 1 <= counts["extend"] <= len(agent.sampler.config.extend_lengths)
 
 
@@ -221,6 +226,44 @@ def test_a_second_rollout_compiles_nothing():
     with compilations() as found:
         roll(agent, step=1)
     assert found == []
+
+
+def on_mesh(**options):
+    """An agent with the weights and slots of all tests below, on eight devices."""
+    mesh = make_mesh(MeshConfig(data=2, tensor=2, sequence=2))
+    weights = jax.device_put(drawn_params(WIDE), params_sharding(WIDE, mesh))
+    return make_agent(slots=4, decode_steps=12, model=WIDE, mesh=mesh, weights=weights, **options)
+
+
+def test_a_rollout_on_a_mesh_has_the_tokens_of_one_device_and_compiles_once():
+    agent = on_mesh()
+    with compilations() as first:
+        got = roll(agent)
+    one = make_agent(slots=4, model=WIDE, weights=drawn_params(WIDE))
+    assert tokens_of(got) == tokens_of(roll(one))
+    assert first.count("decode") == 1
+    assert first.count("extend") <= len(agent.sampler.config.extend_lengths)
+    with compilations() as second:
+        roll(agent, step=1)
+    assert second == []
+
+
+def test_tools_on_a_mesh_change_no_token_and_prefill_a_group_once_a_shard():
+    one = roll(scripted_by_key(slots=9, decode_steps=40))
+    sampler = type("ByKey", (ScriptedSampler,), {"script": staticmethod(by_key)})
+    got = roll(on_mesh(sampler_class=sampler, tools=FakeTools(slow_s=0.02)))
+    assert tokens_of(got) == tokens_of(one)
+    assert got.numbers["rollout/prefills"] <= 2 * len(PROBLEMS)
+
+
+def test_every_finished_episode_is_heard_of():
+    heard = []
+    make_agent(slots=2).roll_out(PROBLEMS, ROOT, 0, 5, heard.append)
+    assert sum(heard) == 3 * len(PROBLEMS) and min(heard) >= 0
+
+
+def test_without_problems_nothing_is_played():
+    assert roll(make_agent(), []).trajectories == ()
 
 
 def test_a_decode_budget_never_leads_past_the_context():

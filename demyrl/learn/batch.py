@@ -90,8 +90,8 @@ def token_weights(
 def weigh_by_micro_batch(packed: Packed) -> Packed:
     """The token mean of each micro-batch, weighed by its share of the sequences.
 
-    This is what the reference code does (paper, section 2.1; its code differs): a token counts less where
-    its micro-batch has more tokens for each sequence, so the update depends on the packing. Every
+    This is what the paper's code does, unlike its section 2.1: a token counts less where its
+    micro-batch has more tokens for each sequence, so the update depends on the packing. Every
     sequence of the update must be in `packed`, also those of advantage 0.
     """
     sequences = np.bincount([b for b, _, _ in packed.places], minlength=len(packed.batches))

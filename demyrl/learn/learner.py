@@ -69,15 +69,16 @@ class Learner:
         return [spread(batch, batch_sharding(self.mesh)) for batch in packed.batches]
 
     def blank(self) -> list[Batch]:
-        """A micro-batch of padding of every shape."""
-        blank = [blank_batch(shape) for shape in shapes(self.shape)]
+        """A micro-batch of padding of every shape; none when any other compiles the only one."""
+        ladder = shapes(self.shape)
+        blank = [blank_batch(shape) for shape in ladder if len(ladder) > 1]
         return [spread(batch, batch_sharding(self.mesh)) for batch in blank]
 
     def score(self, working: Params, examples: Sequence[Example]) -> Scored:
         """Log-probs and entropy of the examples' weighted tokens, by a working copy."""
         if "score" in self.to_warm:
             self.to_warm.remove("score")
-            for batch in self.blank()[1:]:
+            for batch in self.blank():
                 self.programs.score(working, batch)
         packed = pack(examples, self.shape)
         scores = [self.programs.score(working, batch) for batch in self.place(packed)]
@@ -114,13 +115,13 @@ class Learner:
         return state, numbers
 
     def warm(self, params: Params) -> None:
-        """Compiles `accumulate` for every shape but the first, on padding."""
+        """Compiles `accumulate` for every shape, on padding."""
         blank = self.blank()
-        if len(blank) == 1:
+        if not blank:
             return
         working = self.working(params)
         total = zero_total(working, blank[0], self.loss, self.memory.gradients)
-        for batch in blank[1:]:
+        for batch in blank:
             total = self.programs.accumulate(working, total, batch)
 
     def notice(self, step: int) -> str:

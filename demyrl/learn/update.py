@@ -33,7 +33,7 @@ class MemoryConfig:
 
     remat: str  # what a layer keeps for the way back: "none" (all), "dots", "full" (its input)
     moments: str  # data type of the optimizer's moments: "float32" or "bfloat16"
-    gradients: str  # ... of the gradient that micro-batches add up to
+    gradients: str  # ... of the sum of micro-batches' gradients, each of which is in model.dtype
     offload: bool  # float32 parameters and moments lie in the host's memory between updates
 
     def __post_init__(self) -> None:

@@ -53,22 +53,22 @@ def write(
     """
     capacity = cached[0].shape[2]
     size = min(fresh[0].shape[1], capacity)
+    first_R = jnp.minimum(starts, capacity - size)
+    moved_R = starts - first_R
+    order_RC = jnp.arange(size) - moved_R[:, None]
+    real_RC1 = ((order_RC >= 0) & (order_RC < counts[:, None]))[..., None]
     fresh_RKCH = [new[:, :size].swapaxes(1, 2).astype(cached[0].dtype) for new in fresh]
 
     def write_one(r: Array, cached: tuple[Array, Array]) -> tuple[Array, Array]:
-        first = jnp.minimum(starts[r], capacity - size)
-        moved = starts[r] - first
-        order = jnp.arange(size) - moved
-        real_C1 = ((order >= 0) & (order < counts[r]))[:, None]
-
-        def written(old: Array, new: Array) -> Array:
-            at = (rows[r], 0, first, 0)
-            window = jax.lax.dynamic_slice(old, at, (1, old.shape[1], size, old.shape[3]))
-            new = jnp.roll(new[r], moved, axis=1) if size > 1 else new[r]
-            window = jnp.where(real_C1, new, window)
+        def written(old: Array, new_RKCH: Array) -> Array:
+            at, new_KCH = (rows[r], 0, first_R[r], 0), new_RKCH[r]
+            if size > 1:
+                new_KCH = jnp.roll(new_KCH, moved_R[r], axis=1)
+            window = jax.lax.dynamic_slice(old, at, (1, *new_KCH.shape))
+            window = jnp.where(real_RC1[r], new_KCH, window)
             return in_order(jax.lax.dynamic_update_slice(old, window, at))
 
-        return tuple(written(old, new) for old, new in zip(cached, fresh_RKCH, strict=True))
+        return tuple(map(written, cached, fresh_RKCH))
 
     return jax.lax.fori_loop(0, len(rows), write_one, cached)
 

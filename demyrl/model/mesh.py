@@ -3,8 +3,8 @@
 The mesh has three axes. `data` spreads rows, and with them the parameters (FSDP). `tensor` spreads
 heads, feed forward and vocabulary. `sequence` spreads the tokens of training rows; where tokens
 must meet, in attention and in the sampler, it spreads the heads instead, so that no device holds a
-long row whole outside attention, and none needs another's keys in it. Only the kernels that run
-device by device, in `model/attention.py`, `learn/head.py` and `rollout/sampler.py`, name an axis.
+long row whole outside attention, and none needs another's keys in it. Only what runs device by
+device names an axis: `model/embedding.py`, `learn/head.py`, `rollout/programs.py` and `draw.py`.
 """
 
 import dataclasses

@@ -6,7 +6,6 @@ do in, it runs with nothing. The programs themselves are in `rollout/programs.py
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -90,13 +89,15 @@ class Sampler:
     ):
         self.model, self.config, self.end_tokens = model, config, end_tokens
         self.mesh = mesh or make_mesh(MeshConfig(1, 1, 1), jax.local_devices()[:1])
-        self.shards = own_shards(self.mesh)
-        data = self.mesh.shape["data"]
+        processes.check(self.mesh)
+        owners = [shard.flat[0].process_index for shard in self.mesh.devices]
+        self.shards, data = owners.count(processes.index()), len(owners)
         assert config.slots % data == config.extend_rows % data == 0, "checked by recipe.read"
         self.shard_rows, self.shard_feeds = config.slots // data, config.extend_rows // data
         self.rows = self.shards * self.shard_rows  # that this process drives
         self.cache: KVCache | None = None
         self.weights: Params | None = None
+        self.warm = False
 
     def load(self, params: Params) -> None:
         """Samples with these weights from now on; what the cache held is void."""
@@ -105,6 +106,15 @@ class Sampler:
             self.cache = new_cache(config=self.model, rows=rows, slots=slots, mesh=self.mesh)
         self.weights = None  # or there would be two copies for a while
         self.weights = for_sampling(params, self.model, self.mesh)
+        if not self.warm:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compiles what a first rollout may do without and a later one may need, on nothing."""
+        self.warm = True
+        for length in self.config.extend_lengths:
+            self._extend(length, ((),) * self.shards)
+        self.copy(())
 
     def unload(self) -> None:
         """Leaves the memory of the devices to others, until the next `load`."""
@@ -226,26 +236,6 @@ def feed_batches(feeds: Sequence[Feed], ladder: Sequence[int], size: int) -> lis
 def merged(lengths: Sequence[Sequence[int]]) -> list[int]:
     """The lengths of rounds that serve all, each of whom needs some, the longest first."""
     return [max(each) for each in zip_longest(*lengths, fillvalue=0)]
-
-
-def own_shards(mesh: Mesh) -> int:
-    """How many data shards of the mesh this process drives.
-
-    Raises ValueError when a shard has devices of two processes, or some process has more of them.
-    """
-    count, size = processes.count(), mesh.size
-    owners = [{device.process_index for device in shard.flat} for shard in mesh.devices]
-    if count == 1 or (max(map(len, owners)) == 1 and len(owners) % count == 0):
-        return len(owners) // count
-    shape = MeshConfig(**mesh.shape)
-    inner = math.gcd(shape.tensor * shape.sequence, size // count)
-    tensor = math.gcd(shape.tensor, inner)
-    working = MeshConfig(size // inner, tensor, inner // tensor)
-    raise ValueError(
-        f"{shape}, with {count} processes of {size // count} devices: each process samples in "
-        f"whole data shards of its own, so mesh.data must be a multiple of {count}, and mesh.tensor"
-        f" x mesh.sequence divide {size // count}. A mesh that would work: {working}."
-    )
 
 
 # The programs without a cache: for those who only compile them

@@ -94,7 +94,10 @@ def take_seat(
 ) -> None:
     """Seats the problem's next episode, its prompt copied from the shard or prefilled."""
     slot.episode = waiting.take(problem)
-    source = next((s.row for s in shard if s.prompt == problem), None)
+    there, slot.prompt = slot.prompt == problem, problem
+    source = next((s.row for s in shard if s.prompt == problem and s is not slot), None)
+    if there:
+        return
     if source is None:
         work.prefills += 1
         written.add(slot.row)
@@ -103,6 +106,5 @@ def take_seat(
     elif source in written:
         written.add(slot.row)
         work.late.append((source, slot.row))
-    elif source != slot.row:
+    else:
         work.early.append((source, slot.row))
-    slot.prompt = problem
