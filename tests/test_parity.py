@@ -9,7 +9,6 @@ import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,14 +18,8 @@ from demyrl.model.kvcache import empty_cache
 from demyrl.model.mesh import MeshConfig, make_mesh
 from demyrl.model.sharding import params_sharding
 from demyrl.model.transformer import hidden_states, output_embedding
-from demyrl.rollout.sampler import (
-    Feed,
-    Sampler,
-    SamplerConfig,
-    decode,
-    for_sampling,
-    forward_cached,
-)
+from demyrl.rollout.programs import decode, for_sampling, forward_cached
+from demyrl.rollout.sampler import Feed, Sampler, SamplerConfig
 from experiments import make_golden
 from experiments.make_golden import CASES, GAPS, GREEDY, ROUNDS, SEED
 
@@ -39,6 +32,11 @@ ROWS = (4, 0, 2, SLOTS)  # of the three episodes; the last, which is none, takes
 CHUNK = 24  # tokens of an extend
 NOBODY = (1 << 15,)  # an end token that no vocabulary here has
 TORCH_IS_MISSING = "torch is not a dependency; the golden answers stand in for it"
+
+
+def alone():
+    """A mesh of one device."""
+    return make_mesh(MeshConfig(1, 1, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +137,7 @@ def test_tokens_up_to_position_32767_give_the_logits_of_transformers(made):
 @functools.partial(jax.jit, static_argnames="model")
 def cached_logits(weights, cache, rows, tokens, starts, counts, model):
     """What `extend` does, with the logits that it has no use for."""
-    steps = jnp.arange(tokens.shape[1])
-    real, positions = steps < counts[:, None], starts[:, None] + steps
-    cache, hidden = forward_cached(weights, cache, rows, tokens, positions, real, model)
+    cache, hidden = forward_cached(weights, cache, rows, tokens, starts, counts, model)
     return cache, hidden @ output_embedding(weights).T
 
 
@@ -152,7 +148,7 @@ def extended(made, cache, starts, ends):
     for i in range(3):
         tokens[i, : counts[i]] = made.tokens(i)[starts[i] : ends[i]]
     rows, starts = np.array(ROWS, np.int32), np.array([*starts, 0], np.int32)
-    weights = for_sampling(made.params, made.model)
+    weights = for_sampling(made.params, made.model, alone())
     cache, logits = cached_logits(
         weights, cache, rows, tokens, starts, counts.astype(np.int32), made.model
     )
@@ -175,9 +171,9 @@ def greedy_choices(made, cache, fed, going):
         last[ROWS[i]], lengths[ROWS[i]] = made.tokens(i)[fed[i]], fed[i]
         budgets[ROWS[i]] = GREEDY
     cache, chunk = decode(
-        for_sampling(made.params, made.model), cache, last, lengths, budgets,
+        for_sampling(made.params, made.model, alone()), cache, last, lengths, budgets,
         np.zeros((SLOTS, 2), np.uint32), np.int32(1),
-        config=made.model, steps=GREEDY, end_tokens=NOBODY, temperature=0.0,
+        config=made.model, steps=GREEDY, end_tokens=NOBODY, temperature=0.0, mesh=alone(),
     )  # fmt: skip
     return cache, jax.device_get(chunk)
 

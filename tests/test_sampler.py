@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demyrl.model.kvcache import write
 from demyrl.model.transformer import hidden_states, output_embedding
 from demyrl.rollout import draw
 from demyrl.rollout.draw import draw_tokens, episode_keys, sample_tokens
@@ -157,6 +158,26 @@ def test_chunks_of_one_token_go_to_their_own_rows():
 
     for got, want in zip(after((1, 8)), after((8,)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "row,start,count,chunk,want",
+    [
+        (1, 2, 3, 4, [1, 1, 10, 11, 12, 1, 1, 1]),
+        (1, 6, 2, 4, [1, 1, 1, 1, 1, 1, 10, 11]),  # its padding would reach past the end
+        (1, 5, 3, 12, [1, 1, 1, 1, 1, 10, 11, 12]),  # longer than the row
+        (1, 8, 0, 4, [1] * 8),
+        (2, 0, 0, 4, [1] * 8),  # no row
+    ],
+)
+def test_a_chunk_writes_its_real_tokens_and_nothing_else(row, start, count, chunk, want):
+    ones = jnp.ones((2, 1, 8, 1))
+    fresh = 10.0 + jnp.arange(chunk).reshape(1, chunk, 1, 1)
+    at = [jnp.array([n]) for n in (row, start, count)]
+    keys, values = write((ones, ones), (fresh, -fresh), *at)
+    assert keys[1, 0, :, 0].tolist() == want
+    assert values[1, 0, :, 0].tolist() == [-x if x > 1 else 1 for x in want]
+    assert (keys[0] == 1).all() and (values[0] == 1).all()
 
 
 def test_greedy_takes_the_likeliest_token():

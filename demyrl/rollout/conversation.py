@@ -15,8 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from demyrl.rollout.draw import episode_keys
 from demyrl.rollout.episode import Episode, EpisodeConfig, Tools
-from demyrl.rollout.sampler import Feed, Sampler, episode_keys
+from demyrl.rollout.sampler import Feed, Sampler
 from demyrl.text.chat import Chat
 from demyrl.text.toolcalls import THINK_OPEN, MalformedCall, parse_reply
 from demyrl.types import Message, ToolCall, ToolResult

@@ -22,7 +22,6 @@ from demyrl.model.kvcache import abstract_cache
 from demyrl.model.mesh import HEADS_SPREAD, MeshConfig, make_mesh, spec
 from demyrl.model.sharding import abstract_params, replicated, rows_sharding
 from demyrl.model.transformer import Parameter, Params, map_table
-from demyrl.rollout.draw import episode_keys
 from demyrl.rollout.programs import (
     copy_cache_rows,
     decode,
@@ -32,8 +31,6 @@ from demyrl.rollout.programs import (
     new_cache,
     rest_for_sampling,
 )
-
-__all__ = ["Feed", "Sampler", "SamplerConfig", "episode_keys", "merged", "sampler_programs"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,10 +129,14 @@ def compile_seconds(sampler: Sampler) -> dict[str, float]:
 
 
 def batch_numbers(
-    settings: recipe.Recipe, shapes: SamplerConfig, params: Params, options: argparse.Namespace
+    settings: recipe.Recipe,
+    shapes: SamplerConfig,
+    params: Params,
+    mesh: Mesh,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """The numbers of one batch size; prompts first, so that decoding finds them in the cache."""
-    sampler = Sampler(settings.model, shapes, NEVER)
+    sampler = Sampler(settings.model, shapes, NEVER, mesh)
     sampler.load(params)
     compiled = compile_seconds(sampler)
     extended = {str(n): extend_rate(sampler, n, options.seconds) for n in shapes.extend_lengths}
@@ -222,8 +226,9 @@ def shapes_of(options: argparse.Namespace, settings: recipe.Recipe) -> list[Samp
 def main(argv: Sequence[str] | None = None) -> None:
     options, settings = read(argv)
     shapes = shapes_of(options, settings)
-    params, loading = loaded(settings, make_mesh(settings.mesh))
-    batches = {str(s.slots): batch_numbers(settings, s, params, options) for s in shapes}
+    mesh = make_mesh(settings.mesh)
+    params, loading = loaded(settings, mesh)
+    batches = {str(s.slots): batch_numbers(settings, s, params, mesh, options) for s in shapes}
     print_line(
         "decode",
         options,

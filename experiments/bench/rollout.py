@@ -37,7 +37,7 @@ class Timed:
     """A sampler, and the seconds spent in it: `decode` returns when the device is done."""
 
     def __init__(self, sampler: Any):
-        self.config, self.seconds = sampler.config, 0.0
+        self.config, self.rounds, self.seconds = sampler.config, sampler.rounds, 0.0
         self.copy, self.extend, self.decode = map(
             self.timed, (sampler.copy, sampler.extend, sampler.decode)
         )
