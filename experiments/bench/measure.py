@@ -7,13 +7,20 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
+from jaxtyping import Float
 
 from demyrl import command, recipe
 
 Result = TypeVar("Result")
+
+SIDE = 2048  # of the square matrices whose products are a device's pace
+CHAIN = 4  # products in a row, so that a call takes a while
+MATMUL_FLOPS = 2.0 * CHAIN * SIDE**3
+TICK = 1e-6  # seconds; no call that is timed takes less
 
 
 def options_of(about: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Any]:
@@ -61,6 +68,63 @@ def repeat(work: Callable[[], Result], seconds: float) -> tuple[list[Result], fl
         elapsed = time.perf_counter() - start
         if elapsed >= seconds:
             return results, elapsed
+
+
+class Taken(NamedTuple):
+    """Seconds of a work's calls: on the clock, and of all cores of this process."""
+
+    seconds: Float[np.ndarray, " rounds"]
+    cpu_seconds: Float[np.ndarray, " rounds"]
+
+
+def in_turns(works: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Taken]:
+    """What the calls of each work took, made in turn, so that all see the same machine.
+
+    One call of each goes before and is not counted; the last round is the one in which `seconds`
+    for each work are over. A work must wait for the device.
+    """
+    for work in works.values():
+        work()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+    start = now = clocks()
+    while True:
+        for name, work in works.items():
+            before = now
+            work()
+            now = clocks()
+            times[name].append((now[0] - before[0], now[1] - before[1]))
+        if now[0] - start[0] >= seconds * len(works):
+            return {name: Taken(*np.array(taken).T) for name, taken in times.items()}
+
+
+def clocks() -> tuple[float, float]:
+    """The time, and the CPU time of the process."""
+    return time.perf_counter(), time.process_time()
+
+
+def times_faster(one: Taken, other: Taken) -> dict[str, float | None]:
+    """How many times the other's time is that of one, in the median round, by either clock.
+
+    CPU time says little where the cores only wait for an accelerator: None there.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    wall = np.median(other.seconds / one.seconds)
+    cpu = np.median(other.cpu_seconds / np.maximum(one.cpu_seconds, TICK))
+    return {"wall": float(wall), "cpu": float(cpu) if on_cpu else None}
+
+
+def matmul(dtype: str) -> Callable[[], None]:
+    """Work of MATMUL_FLOPS that is nothing but products of large matrices."""
+    one = jax.random.normal(jax.random.key(0), (SIDE, SIDE)).astype(dtype)
+    other = one * SIDE**-0.5  # keeps the numbers of one size
+
+    @jax.jit
+    def multiply(one: jax.Array, other: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            one = one @ other
+        return one
+
+    return lambda: jax.block_until_ready(multiply(one, other))
 
 
 def compile_program(program: Any, *args: Any, **static: Any) -> tuple[Any, float]:
