@@ -68,7 +68,10 @@ REFUSED = {
         {"mesh__tensor": 2},
         "model.kv_heads is 1, which mesh.tensor = 2 does not divide",
     ),
-    "no device": ({"mesh__data": 0}, "mesh.data is 0 and mesh.tensor is 1"),
+    "no device": (
+        {"mesh__data": 0},
+        "mesh.data is 0, mesh.tensor is 1, mesh.sequence is 1: an axis",
+    ),
     "heads that do not share evenly": (
         {"model__kv_heads": 3} | RANDOM_WEIGHTS,
         "kv_heads is 3",

@@ -96,7 +96,8 @@ def collectives_table(found: dict[str, Any]) -> Table:
     """What each program sends: how often, and GiB of one chip."""
     rows = [row for row in found["programs"] if row["collectives"]]
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["collectives"]))
-    table = grid("collectives: how many, GiB of one chip", "program", *kinds, "s over links")
+    columns = [kind.replace("-", " ") for kind in kinds]  # which wraps
+    table = grid("collectives: how many, GiB of one chip", "program", *columns, "s over links")
     for row in rows:
         sent = row["collectives"]
         cells = [
