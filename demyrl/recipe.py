@@ -7,6 +7,7 @@ is that of `model.source`; the config's own numbers describe random weights.
 
 import dataclasses
 import math
+import os
 import sys
 from typing import Any
 
@@ -96,7 +97,7 @@ def shape_of_source(section: dict, source: str) -> dict:
         return {}
     shape = dataclasses.asdict(shape_of(source, section["dtype"]))
     other = [f"{key} {value}" for key, value in shape.items() if not same(value, section[key])]
-    if other:
+    if other and os.environ.get("JAX_PROCESS_ID", "0") == "0":
         print(f"the model is that of {source}: {', '.join(other)}", file=sys.stderr)
     return shape
 

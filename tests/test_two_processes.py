@@ -108,6 +108,7 @@ def runs(tmp_path_factory):
         beginning = pool.submit(pair, "begin", folder)
         tiny_run.sft(folder, folder / "one" / "sft", ONE)
         tiny_run.rl(folder, folder / "one" / "rl", ONE, model__source=str(folder / "one" / "sft"))
+        tiny_run.evaluation(folder, folder / "one" / "eval", ONE, folder / "one" / "rl")
         begun = beginning.result()
         shutil.copytree(folder / "pair" / "rl", folder / "moved" / "rl")
         going_on = pool.submit(pair, "go on", folder)
@@ -167,6 +168,14 @@ def test_rl_in_two_processes_gives_the_numbers_and_the_weights_of_one(runs, name
     workdirs = runs.folder / name / "rl", runs.folder / "one" / "rl"
     assert_close(*map(numbers, workdirs))
     assert_close(*(params(workdir, tiny_run.STEPS) for workdir in workdirs))
+
+
+def test_an_evaluation_by_two_processes_counts_what_one_counts(runs):
+    got, want = (runs.folder / name / "eval" for name in ("pair", "one"))
+    content = [json.loads((at / "evaluation.json").read_text()) for at in (got, want)]
+    assert content[0] == content[1]
+    assert len(content[0]["rows"]) == 12 and all(row["calls"] for row in content[0]["rows"][:4])
+    assert [row["tokens"] for row in rows(got)] == [row["tokens"] for row in rows(want)]
 
 
 def test_the_runs_compared_did_learn(runs):

@@ -9,6 +9,7 @@ import json
 from unittest import mock
 
 from demyrl import train
+from demyrl.evaluate import evaluate
 from demyrl.model.hf_save import whole_folder, write_checkpoint
 from demyrl.text.toolcalls import CALL_CLOSE, CALL_OPEN
 from demyrl.train_sft import train_sft
@@ -86,3 +87,10 @@ def sft(folder, workdir, mesh):
 def rl(folder, workdir, mesh, kind=Rl, **changes):
     with mock.patch.object(train, "Rl", kind):
         train.train(config(folder, mesh, **changes), workdir)
+
+
+def evaluation(folder, workdir, mesh, source):
+    """Samples of held-out problems by a run's weights, with the calls of training."""
+    changes = {"model__source": str(source), "evaluate__reply_start": CALL}
+    counts = {"problems__eval_count": 3, "evaluate__samples": 4}
+    evaluate(config(folder, mesh, **changes, **counts), workdir)

@@ -3,7 +3,7 @@
     python tests/two_stages.py PART FOLDER
 
 PART is "begin", which prints what is found on the way as JSON, trains with SFT, and then with RL
-until one process is killed; or "go on", which is the same RL again.
+until one process is killed; or "go on", which is the same RL again and an evaluation.
 """
 
 import contextlib
@@ -128,10 +128,15 @@ def rl(folder: Path, kind: type = tiny_run.Rl) -> None:
     tiny_run.rl(folder, folder / "pair" / "rl", MESH, kind, model__source=source)
 
 
+def go_on(folder: Path) -> None:
+    rl(folder)
+    tiny_run.evaluation(folder, folder / "pair" / "eval", MESH, folder / "pair" / "rl")
+
+
 def main() -> None:
     processes.join()
     part, folder = sys.argv[1], Path(sys.argv[2])
-    begin(folder) if part == "begin" else rl(folder)
+    begin(folder) if part == "begin" else go_on(folder)
 
 
 if __name__ == "__main__":

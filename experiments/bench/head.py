@@ -25,10 +25,8 @@ def plain_logprobs(
     needed: Bool[Array, "B T"],
 ) -> Float[Array, "B T"]:
     """What `token_logprobs` gives at temperature 1, from the logits of all tokens."""
-    logits = jnp.einsum(
-        "btd,vd->btv", hidden, params["embedding"], preferred_element_type=jnp.float32
-    )
-    every = jax.nn.log_softmax(logits[:, :-1])
+    logits = jnp.matmul(hidden[:, :-1], params["embedding"].T, preferred_element_type=jnp.float32)
+    every = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(every, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.where(needed, jnp.pad(chosen, ((0, 0), (1, 0))), 0.0)
 
