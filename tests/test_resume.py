@@ -30,11 +30,11 @@ PATIENCE_S = 120
 class Stage:
     """The command line of a stage in one workdir, to be run to its end or killed on the way."""
 
-    def __init__(self, module, workdir, cache, **changes):
+    def __init__(self, module, workdir, **changes):
         settings = SHRUNK | {name.replace("__", "."): value for name, value in changes.items()}
         flags = [f"--config.{key}={value}".replace(" ", "") for key, value in settings.items()]
         self.command = [sys.executable, "-m", f"demyrl.{module}", *flags, f"--workdir={workdir}"]
-        self.environment = {**os.environ, "DEMYRL_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
+        self.environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         self.environment.pop("XLA_FLAGS", None)
         self.workdir = workdir
 
@@ -84,7 +84,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where the runs of this file live, beside demonstrations and their compiled programs."""
+    """Where the runs of this file live, beside their demonstrations."""
     root = tmp_path_factory.mktemp("resume")
     collect_stage(shrunk_config(), root / "collect")
     return root
@@ -93,15 +93,13 @@ def root(tmp_path_factory):
 def sft_stage(root, name):
     demonstrations = root / "collect" / "real.jsonl"
     lengths = {"sft__max_steps": 60, "sft__cooldown_steps": 10, "sft__save_every": 10}
-    return Stage(
-        "train_sft", root / name, root / "xla", sft__demonstrations=demonstrations, **lengths
-    )
+    return Stage("train_sft", root / name, sft__demonstrations=demonstrations, **lengths)
 
 
 def rl_stage(root, name):
     """A gentle rate keeps what SFT taught, so that the episodes call the tool."""
     return Stage(
-        "train", root / name, root / "xla",
+        "train", root / name,
         model__source=root / "sft", train__steps=STEPS, optimizer__learning_rate=1e-4,
     )  # fmt: skip
 

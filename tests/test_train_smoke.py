@@ -22,13 +22,10 @@ from tests.tiny import shrunk_config
 def run(tmp_path_factory):
     """The folder of collect, eight SFT steps and three RL steps, each in its own workdir."""
     root = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEMYRL_CACHE", str(root / "compiled"))
-        collect_stage(shrunk_config(), root / "collect")
-        demonstrations = str(root / "collect" / "real.jsonl")
-        train_sft(shrunk_config(sft__demonstrations=demonstrations), root / "sft")
-        train(shrunk_config(model__source=str(root / "sft")), root / "rl")
-    jax.config.update("jax_compilation_cache_dir", None)
+    collect_stage(shrunk_config(), root / "collect")
+    demonstrations = str(root / "collect" / "real.jsonl")
+    train_sft(shrunk_config(sft__demonstrations=demonstrations), root / "sft")
+    train(shrunk_config(model__source=str(root / "sft")), root / "rl")
     return root
 
 

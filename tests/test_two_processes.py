@@ -65,7 +65,6 @@ def start(part, folder, address, index):
         "JAX_NUM_PROCESSES": "2",
         "JAX_PROCESS_ID": str(index),
         "DEMYRL_SILENCE_S": str(SILENCE_S),
-        "DEMYRL_CACHE": str(folder / "xla"),
     }
     script = ROOT / "tests" / "two_stages.py"
     return subprocess.Popen(
@@ -103,8 +102,7 @@ def runs(tmp_path_factory):
     """The folders of a run in miniature: of the `pair`, of `one` device, and RL that `moved`."""
     folder = tmp_path_factory.mktemp("two")
     tiny_run.prepare(folder)
-    with pytest.MonkeyPatch.context() as patch, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        patch.setenv("DEMYRL_CACHE", str(folder / "xla"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(pair, "begin", folder)
         tiny_run.sft(folder, folder / "one" / "sft", ONE)
         tiny_run.rl(folder, folder / "one" / "rl", ONE, model__source=str(folder / "one" / "sft"))
@@ -115,7 +113,6 @@ def runs(tmp_path_factory):
         source = str(folder / "pair" / "sft")  # as it was when two processes began
         tiny_run.rl(folder, folder / "moved" / "rl", EIGHT, model__source=source)
         yield Runs(folder, begun, going_on.result())
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def lines(path):
