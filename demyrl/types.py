@@ -23,7 +23,18 @@ ToolStatus = Literal[
 ]
 
 TurnStop = Literal["ended", "called", "length", "tool_error"]
-Stop = Literal["answered", "context_full", "turn_length", "turn_limit", "call_limit"]
+Stop = Literal[
+    "answered",
+    "context_full",
+    "turn_length",
+    "turn_limit",
+    "call_limit",
+    "malformed_limit",  # too many turns in a row without one valid call
+    "malformed",  # a call that could not be read ended it, as in the paper's reference code
+]
+
+Verdict = Literal["correct", "wrong", "no_answer", "grader_timeout", "grader_error"]
+UNGRADED: tuple[Verdict, ...] = ("grader_timeout", "grader_error")  # our failures: no reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Problem:
     domain: Domain
     prompt: str  # what the user says, without instructions about tools
     answer: str  # what `grader` compares with; never shown to the policy
-    grader: str  # which function of `rewards` judges it: number | text | expression | reasoning_gym
+    grader: str  # which function of `rewards` judges it, a key of `grade.GRADERS`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +72,19 @@ class ToolResult:
 
     status: ToolStatus
     output: str
+    seconds: float = 0.0  # from the start of the program
+    queued_s: float = 0.0  # that the call waited for a free worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a program ended, its two streams apart."""
+
+    status: ToolStatus  # ok | error | timeout | output_limit | sandbox_error
+    stdout: str
+    stderr: str
+    exit_code: int | None  # negative: the signal that ended it; None after a timeout or our failure
+    note: str = ""  # what ended it, when its streams do not tell: "timed out after 2 s"
     seconds: float = 0.0
 
 
@@ -98,13 +122,26 @@ class Trajectory:
 
 
 @dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What a grader made of one reply."""
+
+    verdict: Verdict
+    score: float | None  # 1 correct, 0 wrong, of code the share of tests passed; None: ungraded
+    extracted: str | None = None  # the answer that was found in the reply
+    reason: str = ""  # of a verdict that the answer alone does not explain
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Reward:
     """The parts of an episode's reward; `outcome` is None when it could not be graded."""
 
-    outcome: float | None  # 1 correct, -1 wrong
+    outcome: float | None  # 1 correct, -1 wrong; of code, what `RewardConfig.code` makes of it
     tool_bonus: float = 0.0
     overlong: float = 0.0
     format: float = 0.0
+    verdict: Verdict | None = None  # None: the sign of the outcome says it
+    reason: str = ""  # why it could not be graded
 
     @property
     def graded(self) -> bool:
@@ -112,6 +149,8 @@ class Reward:
 
     @property
     def correct(self) -> bool:
+        if self.verdict is not None:
+            return self.verdict == "correct"
         return self.outcome is not None and self.outcome > 0
 
     @property

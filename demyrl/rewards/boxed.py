@@ -1,9 +1,6 @@
 r"""Where a reply keeps its answer: the last `\boxed{...}` the policy wrote outside its thoughts."""
 
 import re
-from typing import Literal
-
-Verdict = Literal["correct", "wrong", "no_answer"]
 
 CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)

@@ -10,7 +10,8 @@ import operator
 import re
 from collections.abc import Callable
 
-from demyrl.rewards.boxed import Verdict, last_boxed
+from demyrl.rewards.boxed import last_boxed
+from demyrl.types import Verdict
 
 MAX_CHARS = 60
 MAX_VALUE = 10**15  # of any intermediate value

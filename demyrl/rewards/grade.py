@@ -7,13 +7,13 @@ that we could not judge (our sandbox or a grader failed) has no outcome and must
 import dataclasses
 from collections.abc import Callable
 
-from demyrl.rewards.boxed import Verdict, last_boxed
+from demyrl.rewards.boxed import last_boxed
 from demyrl.rewards.expression_answer import grade_expression
 from demyrl.rewards.number_answer import grade_number, number_of
 from demyrl.rewards.reasoning_gym_answer import grade_reasoning_gym
 from demyrl.rewards.shaping import TOOL_BONUSES, check_lengths, overlong, tool_bonus
 from demyrl.rewards.text_answer import grade_text
-from demyrl.types import Problem, Reward, Trajectory
+from demyrl.types import Problem, Reward, Trajectory, Verdict
 
 GRADERS: dict[str, Callable[[str, str], Verdict]] = {
     "number": grade_number,

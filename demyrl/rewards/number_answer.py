@@ -3,7 +3,8 @@
 import re
 from fractions import Fraction
 
-from demyrl.rewards.boxed import Verdict, last_boxed
+from demyrl.rewards.boxed import last_boxed
+from demyrl.types import Verdict
 
 MAX_CHARS = 400
 NUMBER = re.compile(

@@ -1,7 +1,8 @@
 """Grades with the verifier of reasoning-gym, for the problems that came from that package."""
 
 from demyrl.data.reasoning_gym import solves
-from demyrl.rewards.boxed import Verdict, last_boxed
+from demyrl.rewards.boxed import last_boxed
+from demyrl.types import Verdict
 
 
 def grade_reasoning_gym(answer: str, reply: str) -> Verdict:

@@ -1,6 +1,7 @@
 """Grades an answer that is a text, such as the letter of a choice."""
 
-from demyrl.rewards.boxed import Verdict, last_boxed
+from demyrl.rewards.boxed import last_boxed
+from demyrl.types import Verdict
 
 
 def grade_text(answer: str, reply: str) -> Verdict:
